@@ -20,7 +20,7 @@ from pipeline.scaling.curves import Analysis, Curve
 from pipeline.scaling.points import Measured
 from pipeline.scaling.projection import alone_of, beside, parts
 from tests.commands import Command
-from tests.curves import BATCH, MEGABYTE, MILLISECOND, make_alone, make_measured
+from tests.curves import BATCH, MEGABYTE, MILLISECOND, make_alone, make_measured, make_probe
 from tests.factories import known, make_comparison
 from tests.workspaces import CPU_ONLY, SERVER, enter, variables
 
@@ -130,6 +130,7 @@ def test_shards_are_projected_too() -> None:
     assert two.left_out is not None
     assert two.left_out.estimate == pytest.approx(100 / 66.5, rel=1e-3)
     assert four.speedup.estimate == pytest.approx(100 / (25 + 27), rel=1e-2)
+    assert (four.speedup.low or 0) < 100 / 52 / math.exp(0.24)
     assert four.parts is not None
     assert four.parts["hidden"] == pytest.approx(0.0, abs=1e-4)
 
@@ -197,6 +198,22 @@ def test_a_poor_projection_widens_the_further_ones() -> None:
     assert poor[2].speedup.estimate == pytest.approx(100 / (25 + 2 * 18), rel=1e-2)
     widths = [points[2].speedup.widths[1] for points in (good, poor)]
     assert widths[1] / widths[0] > 1.5
+
+
+def test_a_host_tells_nothing_of_links_between_hosts() -> None:
+    # Two processes of a host take twice the time beside arithmetic; four on two hosts are projected without this.
+    measured, timings = make_measured(72.0), make_probe(4).timings
+    places = *measured.places[:2], measured.places[2].model_copy(update={"measured": True})
+    four = measured.bench.arms[1].model_copy(update={"name": "ddp-4", "variant": "ddp-4"})
+    bench = {"arms": (*measured.bench.arms, four), "keys": measured.bench.keys | {"ddp-4": "key"}}
+    for hosts, factor in (1, 2), (2, 1):
+        timed = tuple(timing.model_copy(update={"hosts": hosts}) for timing in timings)
+        assert measured.probe
+        probe = measured.probe.model_copy(update={"timings": measured.probe.timings + timed})
+        changes = {"places": places, "bench": measured.bench.model_copy(update=bench), "probe": probe, "devices": 4}
+        *_, point = curve_of(measured.model_copy(update=changes | {"hosts": hosts})).points
+        assert point.left_out
+        assert point.left_out.estimate == pytest.approx(100 / (25 + factor * 16), rel=1e-2)
 
 
 @pytest.mark.parametrize(("worth", "best"), [(0.1, 1), (0.7, 0)])

@@ -22,6 +22,8 @@ from pipeline.scaling.projection import Collective, Parts
 DOUBT = 0.1
 """Half-width of a projection's interval, on the logarithmic scale, for twice the devices that were measured; more if
 the largest number that was measured is projected worse (docs/how-we-know/scaling.md)."""
+DOUBT_OF_SHARDS = 0.25
+"""The same, if parameters are gathered: fsdp's small messages were projected worse on jobs with known answers."""
 UNEVEN = 1.1
 """A process is slow if its steps take so many times the mean, in most rounds."""
 
@@ -188,21 +190,26 @@ class Analysis:
         return ratio if ratio.why_untrusted else ratio.model_copy(update={"decision": stats.decide(ratio, margin)})
 
     def _doubt(self, place: Place) -> float:
-        """Return the doubt of a projection: ``DOUBT``, or how far off the largest number is that was measured."""
-        largest = self._largest(place, self._measured.devices)
+        """Return the doubt of a projection: the least one, or how far off the largest number is that was measured."""
+        largest, rounds = self._largest(place, self._measured.devices), self._measured.alone.get(place.alone or "", ())
+        gathers = any(bucket.operation == "all_gather" for alone in rounds for bucket in alone.buckets)
+        doubt = DOUBT_OF_SHARDS if gathers else DOUBT
         if not largest or place == largest:
-            return DOUBT
+            return doubt
         names = (_computed_name(largest), largest.name)
         computed, measured = (over_rounds(THROUGHPUT, self._arms[name].samples) for name in names)
-        return max(DOUBT, abs(math.log(computed / measured))) if computed and measured else DOUBT
+        return max(doubt, abs(math.log(computed / measured))) if computed and measured else doubt
 
     def _largest(self, place: Place, most: int) -> Place | None:
         """Return the place of the curve of ``place`` with the most processes, but no more than ``most``, of those that
-        were measured with and without the exchange."""
-        curve = [point for point in self._beside if (point.variant, point.mode) == (place.variant, place.mode)]
-        return max(
-            (point for point in curve if point.processes <= most), key=lambda point: point.processes, default=None
-        )
+        were measured with and without the exchange, also within a host or also between hosts."""
+        on_hosts = {number: timings[0].hosts for (_, number), timings in self._timings.items()}
+
+        def kind(point: Place) -> tuple[str, Mode, bool]:
+            return point.variant, point.mode, on_hosts.get(point.processes, self._measured.hosts) > 1
+
+        alike = (point for point in self._beside if point.processes <= most and kind(point) == kind(place))
+        return max(alike, key=attrgetter("processes"), default=None)
 
     def _beside_in(self, place: Place) -> float:
         """Return how much longer communication takes beside arithmetic: the median over the rounds."""
