@@ -7,12 +7,15 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline.errors import ConfigError
 from pipeline.params import parse
+from pipeline.profiling.arithmetic import Unreduced
 from pipeline.results import Arithmetic, Exchange
 from pipeline.results.figures import THROUGHPUT
 from pipeline.scaling import command, points, projection
@@ -22,6 +25,7 @@ from pipeline.scaling.projection import alone_of, beside, parts
 from tests.commands import Command
 from tests.curves import BATCH, MEGABYTE, MILLISECOND, make_alone, make_measured, make_probe
 from tests.factories import known, make_comparison
+from tests.nets import ALONE, make_plan
 from tests.workspaces import CPU_ONLY, SERVER, enter, variables
 
 
@@ -143,6 +147,14 @@ def test_replicas_average_what_was_scattered() -> None:
         measured = make_measured().model_copy(update={"devices": 4, "hosts": hosts})
         made = Analysis(measured, None, 0.15)._seconds(place, SHARDS[-1])
         assert made == pytest.approx(MILLISECOND * seconds, rel=1e-2)
+
+
+def test_a_hook_of_16_bits_sends_half() -> None:
+    plan = make_plan(processes=2, parallelism="ddp", communication_hook="bf16")
+    unreduced = Unreduced(plan, ALONE)
+    unreduced._steps.append((0.0, []))
+    unreduced._ready(SimpleNamespace(buffer=lambda: torch.zeros(100)))
+    assert unreduced._steps[0][1][0][1:] == (200, "all_reduce")
 
 
 def test_what_is_not_modelled_is_taken_apart_but_not_projected(tmp_path: Path) -> None:
@@ -340,7 +352,7 @@ def test_a_curve_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     params = {
         "fetch": {"dataset": "digits"},
-        "train": {"device": "cpu", "batch_size": 32, "model": "late:make"},
+        "train": {"device": "cpu", "batch_size": 32, "model": "late:make", "clip_norm": 1.0},
         "bench": {"max_foreign_load": 1.0, "window_seconds": 0.3, "max_rounds": 6},
         "variants": {"baseline": {}},
     }
