@@ -177,6 +177,7 @@ def test_cpu_time_of_others_is_rejected(
 ) -> None:
     detector = window(machine, foreign_load(cores=cores), own=own, waits=waits)
     assert [detector.seconds["own"], detector.taken_seconds] == pytest.approx([own, taken])
+    assert detector.figures() == pytest.approx({"foreign_load_fraction": taken / max(2, own + taken)})
     if taken < 0.5:
         assert not [*detector.rejections()]
     else:

@@ -17,7 +17,7 @@ from pipeline.params import Compare
 from pipeline.report import metrics
 from pipeline.report.facts import banner
 from pipeline.results import Arm, Bench, Result, sessions_of
-from pipeline.results.figures import THROUGHPUT, Figure
+from pipeline.results.figures import FOREIGN_LOAD, THROUGHPUT, Figure
 from pipeline.tracking import promoting
 from tests.factories import (
     ENVIRONMENT,
@@ -134,6 +134,15 @@ def test_the_banner_speaks_if_no_session_is_trusted() -> None:
         (said,) = banner(over_all(*noisy))
         assert said.startswith("Untrusted throughput: the baseline measured against itself")
     assert banner(over_all(first, session(2, 1.5))) == []  # the second session is trusted
+
+
+@pytest.mark.parametrize(("load", "says"), [(0.28, ["Other processes took 28% of the CPU time"]), (0.05, []), (None, [])])
+def test_speeds_beside_other_work_are_said_to_be_so(load: float | None, says: list[str]) -> None:
+    loaded = with_samples(
+        session(1, 1.5),
+        lambda arm: [sample.model_copy(update={FOREIGN_LOAD.field: load}) for sample in arm.samples],
+    )
+    assert [sentence.partition(" during")[0] for sentence in banner(over_all(loaded))] == says
 
 
 def test_a_large_effect_has_a_side_on_a_noisy_machine() -> None:

@@ -23,6 +23,7 @@ import pynvml
 import torch
 
 from pipeline.measurement.windows import Clock, Memory, Resumable, answer, handle_of
+from pipeline.results.figures import FOREIGN_LOAD
 from pipeline.results.rejections import Rejection, rejection
 
 PROC = Path("/proc")
@@ -59,6 +60,10 @@ class Detector(Resumable, ABC):
     @abstractmethod
     def rejections(self) -> Iterator[Rejection]:
         """Yield the reasons to reject the measured windows so far."""
+
+    def figures(self) -> dict[str, float]:
+        """Return what the detector measured, by the fields of ``FIGURES``."""
+        return {}
 
 
 def detectors(devices: Sequence[torch.device], *, root_pid: int, max_foreign_load: float | None) -> list[Detector]:
@@ -167,16 +172,23 @@ class ForeignLoad(Detector):
         stolen = self.seconds["stolen"] * own / (own + foreign) if own > 0 else 0.0
         return min(foreign, harm) + stolen
 
+    @property
+    def due_seconds(self) -> float:
+        return max(self.seconds["window"], self.seconds["own"] + self.taken_seconds)
+
+    def figures(self) -> dict[str, float]:
+        return {FOREIGN_LOAD.field: self.taken_seconds / self.due_seconds} if self.due_seconds else {}
+
     def rejections(self) -> Iterator[Rejection]:
-        due = max(self.seconds["window"], self.seconds["own"] + self.taken_seconds)
-        if due and (share := self.taken_seconds / due) > self._limit:
+        share = self.figures().get(FOREIGN_LOAD.field, 0.0)
+        if share > self._limit:
             # The load varies, by more where there is more of it: accept half as much again, and at least 0.1 more.
             accepting = min(10, max(math.floor(10 * share + 2), math.ceil(15 * share))) / 10
             yield rejection(
                 "foreign_load",
                 ("bench.max_foreign_load", accepting),
                 taken_seconds=self.taken_seconds,
-                due_seconds=due,
+                due_seconds=self.due_seconds,
                 share=share,
                 limit=self._limit,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from pipeline import pages
@@ -12,8 +13,9 @@ from pipeline.comparison.stats import Difference
 from pipeline.errors import count
 from pipeline.files import differing
 from pipeline.pages import JOINED, UNTRUSTED, bare, between, heading, percent, plain_percent, points, times
+from pipeline.params import Bench as BenchSettings
 from pipeline.results import Bench, Ledger, ScoreName, rejections
-from pipeline.results.figures import QUANTITIES, THROUGHPUT
+from pipeline.results.figures import FOREIGN_LOAD, QUANTITIES, THROUGHPUT
 
 FEW_TEST_SAMPLES = 2_000
 """With fewer test samples than this, the accuracy depends strongly on which samples were chosen. An interval over seeds
@@ -130,8 +132,8 @@ def _figures(compared: Compared, decision: str) -> list[tuple[str, str]]:
 
 def banner(comparison: Comparison) -> list[str]:
     """Return why the A/A noise makes verdicts untrusted, with a remedy for each reason; and a sentence if the
-    interruption of the bench left a verdict open, or if the baseline's score is that of a constant answer. The report
-    shows these sentences once, at the top."""
+    interruption of the bench left a verdict open, if other processes took more of the CPU than is usually allowed, or if
+    the baseline's score is that of a constant answer. The report shows these sentences once, at the top."""
     others = comparison.variants[1:]
     nouns: dict[str, list[str]] = {}
     for figure, noise in comparison.noises.items():
@@ -143,7 +145,21 @@ def banner(comparison: Comparison) -> list[str]:
     reasons = [f"untrusted {' and '.join(untrusted)}: {why}" for why, untrusted in nouns.items()]
     is_open = any(advices.is_open(ratio) for compared in others for ratio in compared.ratios.values())
     reasons += [advices.interrupted(comparison.bench)] if comparison.bench.interrupted and is_open else []
-    return sentences([*reasons, *filter(None, [comparison.learnt_nothing])])
+    return sentences([*reasons, *filter(None, [beside_load(comparison.bench), comparison.learnt_nothing])])
+
+
+def beside_load(bench: Bench) -> str:
+    """Say that speeds hold only beside the load that other processes caused, if ``bench.max_foreign_load`` allowed more
+    than it does by default."""
+    accepted = [sample for arm in bench.arms for sample in arm.samples if THROUGHPUT.of(sample)]
+    load = statistics.median(FOREIGN_LOAD.known(accepted) or [0.0])
+    if load <= BenchSettings().max_foreign_load:
+        return ""
+    return (
+        f"other processes took {load:.0%} of the CPU time during the bench, so its speeds hold beside such a load: on an "
+        "idle machine, a variant that is slower here can be faster, for instance if its threads wait for each other more "
+        "often"
+    )
 
 
 def sentences(fragments: Sequence[str]) -> list[str]:

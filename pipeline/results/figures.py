@@ -141,6 +141,12 @@ RANK_WAIT = Figure(
     "rank_wait_fraction", "wait for the slowest process", "fraction", ARITHMETIC.heading, "",
     TIME, over_rounds="median", family="throughput", optional=True,
 )  # fmt: skip
+FOREIGN_LOAD = Figure(
+    "foreign_load_fraction", "foreign load", "fraction", "Foreign load",
+    "Share of the CPU time that the variant would have had, which other processes took in its windows (on the host where "
+    "they took most); median over rounds.",
+    TIME, over_rounds="median", optional=True,
+)  # fmt: skip
 OUTSIDE = Figure(
     "outside_fraction", "time outside of steps", "fraction", "Outside of steps",
     "Share of the window spent on work between two steps, such as an evaluation or a checkpoint: what a step takes "
@@ -193,7 +199,7 @@ PREDICTION_ERROR = Figure("memory_prediction_error_fraction", "error of the pred
 
 FIGURES: Sequence[Figure] = (
     *(THROUGHPUT, MEMORY, ENERGY, STEP_P50, STEP_P90, STEP_P99, INPUT_WAIT, ARITHMETIC, EXCHANGE, RANK_WAIT),
-    *(OUTSIDE, TRAINING, START, FIRST_STEP, PRICE, RESERVED, DRIVER, RETRIES),
+    *(FOREIGN_LOAD, OUTSIDE, TRAINING, START, FIRST_STEP, PRICE, RESERVED, DRIVER, RETRIES),
     *(ACHIEVED, UTILISATION, PREDICTION_ERROR),
 )
 """All figures, in the order of their columns."""

@@ -137,7 +137,9 @@ class OpenArm:
     def measured(self) -> Measured:
         first = self.job.ranks[0]
         ranks = [self._of_rank(number) for number in range(len(self.job.ranks))]
-        ranks[0].rejections.extend(rejection for detector in self.detectors for rejection in detector.rejections())
+        for detector in self.detectors:
+            ranks[0].rejections.extend(detector.rejections())
+            ranks[0].figures.update(detector.figures())
         conditions = RunConditions(
             applied={},
             skipped={},

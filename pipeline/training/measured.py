@@ -13,7 +13,7 @@ from pipeline.distributed import World
 from pipeline.measurement.detectors import of_clock, of_memory, of_steps
 from pipeline.measurement.windows import Clock, Memory, percentile_ms
 from pipeline.results import RunConditions, Window
-from pipeline.results.figures import ARITHMETIC, EXCHANGE, FIGURES, INPUT_WAIT, MEMORY, QUANTITIES, RANK_WAIT, Figure
+from pipeline.results.figures import ARITHMETIC, EXCHANGE, FIGURES, FOREIGN_LOAD, INPUT_WAIT, MEMORY, QUANTITIES, RANK_WAIT, Figure
 from pipeline.results.rejections import Rejection
 from pipeline.training.loop import Training
 
@@ -87,7 +87,7 @@ class OfRank(NamedTuple):
     """What one process measured."""
 
     figures: dict[str, float | None]
-    """``of_rank``; a figure that is missing on one process is missing on all."""
+    """``of_rank``; a figure that is missing on one process is missing on all, except FOREIGN_LOAD."""
     steps: int
     seconds: float
     rejections: list[Rejection]
@@ -116,6 +116,8 @@ def window_of(
     mine += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident")
     mine += of_memory(memory)
     figures = of_rank(clock, memory, training.train.batch_size, arithmetic_seconds)
+    for detector in training.detectors:
+        figures |= detector.figures()
     host = world.host if training.plan.hosts > 1 else ""
     ranks = world.gather(OfRank(figures, len(clock.step_seconds), clock.measured_seconds, mine, host))
     more = [work.rejection] if (work := training.work()) and work.missing else []
@@ -143,6 +145,8 @@ def joined(
         for figure in FIGURES
         if figure.over_ranks and figure.field in figures[0]
     }
+    if loads := [values[FOREIGN_LOAD.field] for values in figures if FOREIGN_LOAD.field in values]:
+        joined[FOREIGN_LOAD.field] = max(loads)  # one process of each host measures it
     disturbed = {}
     if rejected and all(rejection.of_machine for rejection in rejected):
         disturbed["disturbed_samples_per_second"] = figures[slowest]["samples_per_second"]
