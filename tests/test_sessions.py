@@ -136,7 +136,9 @@ def test_the_banner_speaks_if_no_session_is_trusted() -> None:
     assert banner(over_all(first, session(2, 1.5))) == []  # the second session is trusted
 
 
-@pytest.mark.parametrize(("load", "says"), [(0.28, ["Other processes took 28% of the CPU time"]), (0.05, []), (None, [])])
+@pytest.mark.parametrize(
+    ("load", "says"), [(0.28, ["Other processes took 28% of the CPU time"]), (0.05, []), (None, [])]
+)
 def test_speeds_beside_other_work_are_said_to_be_so(load: float | None, says: list[str]) -> None:
     loaded = with_samples(
         session(1, 1.5),

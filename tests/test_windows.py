@@ -236,6 +236,12 @@ def test_the_memory_of_the_fullest_host_counts() -> None:
     assert window(*ranks, hosts=("one", "one", "two", "two")).peak_memory_bytes == 120 * MIB
 
 
+def test_the_load_of_the_busiest_host_counts() -> None:
+    ranks = [rank([0.1] * 4) for _ in range(3)]
+    assert window(*ranks, loads=(0.1, 0.3)).model_dump()["foreign_load_fraction"] == 0.3  # the last does not look
+    assert "foreign_load_fraction" not in window(*ranks).model_dump()
+
+
 def test_arithmetic_input_exchange_and_wait_fill_a_step() -> None:
     ranks = [rank([0.1] * 4, wait=0.04), rank([0.1] * 4)]
     sample = window(*ranks, arithmetic=(0.03, 0.055))

@@ -19,6 +19,7 @@ from pipeline.params import Augment, Train
 from pipeline.params.catalogue import in_effect
 from pipeline.profiling import ledger, prediction
 from pipeline.results import HistoryRow, Ledger, Window
+from pipeline.results.figures import FOREIGN_LOAD
 from pipeline.results.rejections import Rejection
 from pipeline.tasks.batches import Placement, TrainBatches
 from pipeline.training.checkpoints import state_sha256
@@ -151,10 +152,11 @@ def window(
     placement: str = "resident",
     hosts: Sequence[str] = (),
     arithmetic: Sequence[float | None] = (),
+    loads: Sequence[float] = (),
 ) -> Window:
     """The first rank's record of all ranks. ``seen``: the findings of its detectors; the other ranks have none.
     ``hosts``: the host of each rank; empty if all are on one host. ``arithmetic``: each rank's ``arithmetic_seconds``;
-    empty if unknown."""
+    empty if unknown. ``loads``: what the first ranks' detectors say of foreign load."""
     hosts, arithmetic = hosts or [""] * len(ranks), arithmetic or [None] * len(ranks)
 
     def of(measured: tuple[Clock, Memory], host: str, alone: float | None) -> Any:
@@ -162,10 +164,13 @@ def window(
         return OfRank(of_rank(*measured, batch_size, alone), len(clock.step_seconds), clock.measured_seconds, [], host)
 
     others = [*map(of, ranks[1:], hosts[1:], arithmetic[1:])]
+    figures: list[dict[str, float]] = [{FOREIGN_LOAD.field: load} for load in loads] or [{}]
+    for other, seen_by_it in zip(others, figures[1:], strict=False):
+        other.figures.update(seen_by_it)
     training: Any = SimpleNamespace(
         clock=ranks[0][0],
         memory=ranks[0][1],
-        detectors=[SimpleNamespace(rejections=lambda: list(seen))],
+        detectors=[SimpleNamespace(rejections=lambda: list(seen), figures=lambda: figures[0])],
         world=SimpleNamespace(gather=lambda mine: [mine, *others], host=hosts[0]),
         plan=SimpleNamespace(hosts=len(set(hosts))),
         train=SimpleNamespace(warmup_steps=10, batch_size=batch_size),

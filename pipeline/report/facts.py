@@ -132,8 +132,8 @@ def _figures(compared: Compared, decision: str) -> list[tuple[str, str]]:
 
 def banner(comparison: Comparison) -> list[str]:
     """Return why the A/A noise makes verdicts untrusted, with a remedy for each reason; and a sentence if the
-    interruption of the bench left a verdict open, if other processes took more of the CPU than is usually allowed, or if
-    the baseline's score is that of a constant answer. The report shows these sentences once, at the top."""
+    interruption of the bench left a verdict open, if other processes took much of the CPU (``beside_load``), or if the
+    baseline's score is that of a constant answer. The report shows these sentences once, at the top."""
     others = comparison.variants[1:]
     nouns: dict[str, list[str]] = {}
     for figure, noise in comparison.noises.items():
@@ -156,9 +156,8 @@ def beside_load(bench: Bench) -> str:
     if load <= BenchSettings().max_foreign_load:
         return ""
     return (
-        f"other processes took {load:.0%} of the CPU time during the bench, so its speeds hold beside such a load: on an "
-        "idle machine, a variant that is slower here can be faster, for instance if its threads wait for each other more "
-        "often"
+        f"other processes took {load:.0%} of the CPU time during the bench, so its speeds hold beside such a load: on "
+        "an idle machine, a variant that is slower here can be the faster one"
     )
 
 

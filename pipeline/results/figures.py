@@ -143,8 +143,8 @@ RANK_WAIT = Figure(
 )  # fmt: skip
 FOREIGN_LOAD = Figure(
     "foreign_load_fraction", "foreign load", "fraction", "Foreign load",
-    "Share of the CPU time that the variant would have had, which other processes took in its windows (on the host where "
-    "they took most); median over rounds.",
+    "Share of the CPU time that the variant would have had, which other processes took in its windows, on the host "
+    "where they took most; median over rounds.",
     TIME, over_rounds="median", optional=True,
 )  # fmt: skip
 OUTSIDE = Figure(

@@ -109,6 +109,8 @@ class Look:
     round_seconds: float = 0.0
     folder: Path = KEPT_BENCHES
     kept: str = ""
+    disturbed: bool = False
+    """Most rounds had to be rejected because the machine was disturbed."""
     _keeps_all: bool = False
     """A person wants to drop no variant."""
 
@@ -287,11 +289,12 @@ class Look:
         arms = [arm.advising(values) for arm in self.arms]
         ratios, noises = sessions.looked_at(arms, compare, cost)
         mostly = 2 * sum(map(bool, (sample.disturbed_samples_per_second for sample in samples))) > len(samples)
-        if mostly and (why := noises.get(THROUGHPUT, Difference()).why_untrusted):
-            # The disturbed rounds' speeds show sides that lie beyond the noise, but no sizes.
+        why = noises.get(THROUGHPUT, Difference()).why_untrusted
+        self.disturbed = mostly and bool(why)
+        if self.disturbed:  # these rounds' speeds show sides beside the load that lie beyond the noise, but no sizes
             of_disturbed, noise = sessions.looked_at([arm.undisturbed() for arm in arms], compare, cost, why)
-            for name, ratio in of_disturbed.items():  # a bench would reject these rounds, however many
-                ratios[name][THROUGHPUT] = ratio[THROUGHPUT].model_copy(update={"more_pairs": None})
+            for name, ratio in of_disturbed.items():
+                ratios[name][THROUGHPUT] = ratio[THROUGHPUT]
             noises[THROUGHPUT] = noise[THROUGHPUT]
         return ratios, noises
 
@@ -305,7 +308,7 @@ class Look:
         for name in sorted(ratios, key=lambda name: -speeds[name]):
             if name not in self.absent:
                 words = "; ".join(
-                    _in_words(figure, ratio, minutes) + self._enough(figure, ratio, noises[figure])
+                    self._in_words(figure, ratio, minutes) + self._enough(figure, ratio, noises[figure])
                     for figure, ratio in ratios[name].items()
                 )
                 lines.append(hanging(f"  {name:{width}}  ", words))
@@ -323,10 +326,24 @@ class Look:
             lines.append(f"{self.kept} keeps the rounds: {later}.")
         return lines
 
+    def _in_words(self, figure: Figure, ratio: Difference, minutes: str) -> str:
+        """Say what a look shows of a variant's figure."""
+        is_speed = figure is THROUGHPUT
+        beside = " beside this load" if is_speed and self.disturbed else ""
+        if ratio.decision in ("better", "worse"):
+            words = ("faster", "slower") if is_speed else (f"less {figure.word}", f"more {figure.word}")
+            return f"clearly {words[ratio.decision == 'worse']}{beside}: {facts.brief(ratio)}{facts.uncertain(ratio)}"
+        if ratio.decision == "same":
+            return f"{figure.noun} the same within {facts.margin(ratio)}: {facts.brief(ratio)}"
+        known = f": {facts.brief(ratio)}" * (ratio.low is not None)
+        return f"{figure.noun} cannot be told in {minutes}{beside}{known}"
+
     def _enough(self, figure: Figure, ratio: Difference, noise: Difference) -> str:
         """Say how many minutes would tell an undecided ratio, if the rounds go on as they are."""
         if ratio.decision in ("better", "worse", "same"):
             return ""
+        if figure is THROUGHPUT and self.disturbed:
+            return ", and a bench rejects such rounds"
         calm = planning.calm_pairs(noise, self.config.compare.max_spread, figure.fewest_pairs)
         pairs = max(ratio.pairs + (ratio.more_pairs or 0), calm or 0, figure.fewest_pairs)
         rounds = planning.rounds_for(pairs, ratio.pairs, ratio.rejected) if ratio.pairs else math.inf
@@ -339,13 +356,3 @@ class Look:
 
 def _cells(ratios: Mapping[Figure, Difference]) -> str:
     return ", ".join(f"{figure.word} {facts.brief(ratio)}" for figure, ratio in ratios.items())
-
-
-def _in_words(figure: Figure, ratio: Difference, minutes: str) -> str:
-    """Say what a look shows of a variant's figure."""
-    if ratio.decision in ("better", "worse"):
-        words = ("faster", "slower") if figure is THROUGHPUT else (f"less {figure.word}", f"more {figure.word}")
-        return f"clearly {words[ratio.decision == 'worse']}: {facts.brief(ratio)}{facts.uncertain(ratio)}"
-    if ratio.decision == "same":
-        return f"{figure.noun} the same within {facts.margin(ratio)}: {facts.brief(ratio)}"
-    return f"{figure.noun} cannot be told in {minutes}" + f": {facts.brief(ratio)}" * (ratio.low is not None)

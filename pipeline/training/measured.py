@@ -13,7 +13,17 @@ from pipeline.distributed import World
 from pipeline.measurement.detectors import of_clock, of_memory, of_steps
 from pipeline.measurement.windows import Clock, Memory, percentile_ms
 from pipeline.results import RunConditions, Window
-from pipeline.results.figures import ARITHMETIC, EXCHANGE, FIGURES, FOREIGN_LOAD, INPUT_WAIT, MEMORY, QUANTITIES, RANK_WAIT, Figure
+from pipeline.results.figures import (
+    ARITHMETIC,
+    EXCHANGE,
+    FIGURES,
+    FOREIGN_LOAD,
+    INPUT_WAIT,
+    MEMORY,
+    QUANTITIES,
+    RANK_WAIT,
+    Figure,
+)
 from pipeline.results.rejections import Rejection
 from pipeline.training.loop import Training
 
