@@ -87,8 +87,7 @@ def _saving(compared: Compared) -> str:
     """Say when to use a variant whose verdict is trades or undecided, what it gains, and at what price. Return an empty
     text if there is no gain."""
     gains, price = (_figures(compared, decision) for decision in ("better", "worse"))
-    if compared.verdict == "undecided":
-        price += _figures(compared, "undecided")
+    price += _figures(compared, "undecided")
     if compared.verdict not in ("trades", "undecided") or not gains:
         return ""
     (need, gain), *_ = gains

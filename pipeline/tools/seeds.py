@@ -11,6 +11,7 @@ from pipeline.comparison import summaries
 from pipeline.errors import count, say
 from pipeline.gate.copies import Copy, dvc
 from pipeline.params import PARAMS_FILE, Config, load
+from pipeline.report import facts
 from pipeline.tools.choices import edit
 
 
@@ -34,11 +35,16 @@ def add(most: int) -> None:
 
 
 def _open_accuracies(config: Config, *, look: bool) -> Sequence[str]:
+    """Return the undecided variants, with the intervals of their differences in accuracy."""
     measured = [results.read(results.result_file(name), config) for name in config.variants]
     baseline = next(result for result in measured if result.variant == config.compare.baseline)
     others = [result for result in measured if result is not baseline]
     accuracies = summaries.accuracies(others, baseline, config.compare.margins.accuracy, look=look)
-    return [name for name, accuracy in accuracies.items() if accuracy.decision == "undecided"]
+    return [
+        f"{name} ({facts.interval(accuracy)} points at {100 * accuracy.confidence:g}%)"
+        for name, accuracy in accuracies.items()
+        if accuracy.decision == "undecided"
+    ]
 
 
 def _add_seed(seeds: list[int]) -> None:

@@ -298,6 +298,7 @@ def advice() -> str:
         "one saves memory, the other is open": made(job(3), **small, rejected={}),
         "one saves memory, the other is untrusted": made(job(3), **small, rejected={"open": untrusted}),
         "one saves memory": made(job(2), **small, rejected={}),
+        "one saves memory, with one seed": made(job(2, 1, right=(9000, 9001)), **small, rejected={}),
         "nothing is better": made(job(2), throughput={"small": 0.8}, rejected={}),
         "the price is open": made(job(2, right=(9000, 9001)), **unclear),
         "the price is open, one seed": made(job(2, 1, right=(9000, 9001)), **unclear),
