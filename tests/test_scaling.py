@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import parse
 from pipeline.profiling.arithmetic import Unreduced
@@ -22,10 +24,13 @@ from pipeline.scaling import command, points, projection
 from pipeline.scaling.curves import Analysis, Curve
 from pipeline.scaling.points import Measured
 from pipeline.scaling.projection import alone_of, beside, parts
+from pipeline.techniques import of_plan
+from pipeline.training.assembly import compose
 from tests.commands import Command
 from tests.curves import BATCH, MEGABYTE, MILLISECOND, make_alone, make_measured, make_probe
 from tests.factories import known, make_comparison
-from tests.nets import ALONE, make_plan
+from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of
+from tests.ranks import run_ranks
 from tests.workspaces import CPU_ONLY, SERVER, enter, variables
 
 
@@ -155,6 +160,24 @@ def test_a_hook_of_16_bits_sends_half() -> None:
     unreduced._steps.append((0.0, []))
     unreduced._ready(SimpleNamespace(buffer=lambda: torch.zeros(100)))
     assert unreduced._steps[0][1][0][1:] == (200, "all_reduce")
+
+
+def _alone_in_replicas(joined: World, dataset: Dataset) -> Arithmetic:
+    plan = make_plan(processes=4, parallelism="fsdp", replicas=2).model_copy(update={"reduces": False})
+    task, batches = task_of(dataset), batches_of(dataset, plan, joined)
+    training = compose(plan, conv_net(), task, batches, joined, [*of_plan(plan), Unreduced], 0)
+    for _ in range(3 + joined.rank):
+        training.step(batches.epoch(0))
+    (unreduced,) = (technique for technique in training.techniques if isinstance(technique, Unreduced))
+    return unreduced.read(training.clock)
+
+
+@pytest.mark.slow
+def test_ranks_of_replicas_step_without_each_other(digits: Dataset) -> None:
+    for rank in run_ranks(_alone_in_replicas, digits, size=4):
+        scattered = [bucket.size_bytes for bucket in rank.buckets if bucket.operation == "reduce_scatter"]
+        assert sum(scattered) == 4 * sum(parameter.numel() for parameter in conv_net().parameters())
+        assert len(scattered) < len(rank.buckets)
 
 
 def test_what_is_not_modelled_is_taken_apart_but_not_projected(tmp_path: Path) -> None:

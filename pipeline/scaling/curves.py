@@ -19,11 +19,9 @@ from pipeline.scaling import probe, projection
 from pipeline.scaling.points import Measured, Mode, Place
 from pipeline.scaling.projection import Collective, Parts
 
-DOUBT = 0.1
+DOUBT = 0.25
 """Half-width of a projection's interval, on the logarithmic scale, for twice the devices that were measured; more if
 the largest number that was measured is projected worse (docs/how-we-know/scaling.md)."""
-DOUBT_OF_SHARDS = 0.25
-"""The same, if parameters are gathered: fsdp's small messages were projected worse on jobs with known answers."""
 UNEVEN = 1.1
 """A process is slow if its steps take so many times the mean, in most rounds."""
 
@@ -191,14 +189,12 @@ class Analysis:
 
     def _doubt(self, place: Place) -> float:
         """Return the doubt of a projection: the least one, or how far off the largest number is that was measured."""
-        largest, rounds = self._largest(place, self._measured.devices), self._measured.alone.get(place.alone or "", ())
-        gathers = any(bucket.operation == "all_gather" for alone in rounds for bucket in alone.buckets)
-        doubt = DOUBT_OF_SHARDS if gathers else DOUBT
+        largest = self._largest(place, self._measured.devices)
         if not largest or place == largest:
-            return doubt
+            return DOUBT
         names = (_computed_name(largest), largest.name)
         computed, measured = (over_rounds(THROUGHPUT, self._arms[name].samples) for name in names)
-        return max(doubt, abs(math.log(computed / measured))) if computed and measured else doubt
+        return max(DOUBT, abs(math.log(computed / measured))) if computed and measured else DOUBT
 
     def _largest(self, place: Place, most: int) -> Place | None:
         """Return the place of the curve of ``place`` with the most processes, but no more than ``most``, of those that
