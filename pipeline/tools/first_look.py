@@ -290,8 +290,8 @@ class Look:
         ratios, noises = sessions.looked_at(arms, compare, cost)
         mostly = 2 * sum(map(bool, (sample.disturbed_samples_per_second for sample in samples))) > len(samples)
         why = noises.get(THROUGHPUT, Difference()).why_untrusted
-        self.disturbed = mostly and bool(why)
-        if self.disturbed:  # these rounds' speeds show sides beside the load that lie beyond the noise, but no sizes
+        self.disturbed = bool(mostly and why)
+        if mostly and why:  # these rounds' speeds show sides beside the load that lie beyond the noise, but no sizes
             of_disturbed, noise = sessions.looked_at([arm.undisturbed() for arm in arms], compare, cost, why)
             for name, ratio in of_disturbed.items():
                 ratios[name][THROUGHPUT] = ratio[THROUGHPUT]
