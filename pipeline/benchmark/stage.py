@@ -299,12 +299,12 @@ def unfinished(
     """
     limit = job.facts["config"]["bench"]["max_foreign_load"]
     for kept in reversed(read_sessions(folder)):
-        before = kept.config["bench"].get("max_foreign_load")
-        keys = {name: key for name, key in job.keys(max_foreign_load=before).items() if name in names}
-        same = kept.keys == keys and kept.dataset == job.facts["dataset"] and before <= limit
+        old_limit = kept.config["bench"].get("max_foreign_load")
+        keys = {name: key for name, key in job.keys(max_foreign_load=old_limit).items() if name in names}
+        is_same_job = kept.keys == keys and kept.dataset == job.facts["dataset"] and old_limit <= limit
         is_open = not all(arm.settled for arm in kept.arms if arm.role == "variant" and arm.variant != kept.baseline)
-        if same and is_open and [arm.name for arm in kept.arms] == [*names] and kept.goes_on_in(now):
-            judged = f", judged again by bench.max_foreign_load: {limit:g}" if before < limit else ""
+        if is_same_job and is_open and [arm.name for arm in kept.arms] == [*names] and kept.goes_on_in(now):
+            judged = f", judged again by bench.max_foreign_load: {limit:g}" if old_limit < limit else ""
             say(f"{command}: adds to the {count(kept.rounds, 'round')} of {kept.session.start_utc}{judged}")
             return kept.model_copy(update={"arms": tuple(arm.undisturbed(limit) for arm in kept.arms)})
     return None

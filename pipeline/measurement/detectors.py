@@ -174,6 +174,7 @@ class ForeignLoad(Detector):
 
     @property
     def due_seconds(self) -> float:
+        """CPU time that the job would have had without these losses, or the length of the windows, if longer."""
         return max(self.seconds["window"], self.seconds["own"] + self.taken_seconds)
 
     def figures(self) -> dict[str, float]:

@@ -298,8 +298,8 @@ class Analysis:
         waiting = min(parts.waiting, step - parts.input - arithmetic)
         exposed = step - parts.input - arithmetic - waiting
         hidden = max(0.0, parts.hidden + parts.exposed - exposed)
-        known = Parts(arithmetic, parts.input, waiting, exposed, hidden)._asdict()
-        return known if place.modelled else {part: seconds for part, seconds in known.items() if part != "hidden"}
+        by_part = Parts(arithmetic, parts.input, waiting, exposed, hidden)._asdict()
+        return by_part if place.modelled else {part: seconds for part, seconds in by_part.items() if part != "hidden"}
 
     def _slow(self, place: Place) -> str | None:
         """Name the process whose steps take ``UNEVEN`` times the mean in most rounds."""

@@ -335,8 +335,8 @@ class Look:
             return f"clearly {words[ratio.decision == 'worse']}{beside}: {facts.brief(ratio)}{facts.uncertain(ratio)}"
         if ratio.decision == "same":
             return f"{figure.noun} the same within {facts.margin(ratio)}: {facts.brief(ratio)}"
-        known = f": {facts.brief(ratio)}" * (ratio.low is not None)
-        return f"{figure.noun} cannot be told in {minutes}{beside}{known}"
+        interval = f": {facts.brief(ratio)}" * (ratio.low is not None)
+        return f"{figure.noun} cannot be told in {minutes}{beside}{interval}"
 
     def _enough(self, figure: Figure, ratio: Difference, noise: Difference) -> str:
         """Say how many minutes would tell an undecided ratio, if the rounds go on as they are."""

@@ -71,15 +71,15 @@ def params_of(
     document["train"].update(train)
     config = params.parse(document)
     params.check_names(config.train)
-    images, seen = _tried(config)
-    if "optimizer" not in train and seen.attends:
+    images, look = _tried(config)
+    if "optimizer" not in train and look.attends:
         document["train"].update(OF_TRANSFORMERS)
     if own_model:
         document["train"].yaml_set_comment_before_after_key(
-            "seeds", before=_fine_tuning(configuration, seen.patterns), indent=2
+            "seeds", before=_fine_tuning(configuration, look.patterns), indent=2
         )
     shipped_arms = len(document["variants"]) + 1  # plus the A/A control
-    left_out = _choose_variants(document, machine, chosen, images=images, has_blocks=seen.has_blocks)
+    left_out = _choose_variants(document, machine, chosen, images=images, has_blocks=look.has_blocks)
     bench = document["bench"]
     bench["max_minutes"] = round(bench["max_minutes"] * (len(document["variants"]) + 1) / shipped_arms, 1)
     if left_out:
@@ -100,14 +100,14 @@ def _tried(config: Config) -> tuple[bool, Built]:
     assert dataset is not None  # the data are files
     images = any(dataset.train.arrays[name].ndim == 4 for name in input_names(dataset.train.arrays))
     try:
-        seen = built(config, dataset)
+        look = built(config, dataset)
     except PipelineError as error:
         remedy = f"correct it, or run init without --model and set train.model in {PARAMS_FILE} yourself"
         raise ConfigError(f"init: nothing was written: {first_line(error).rstrip('.')}; {remedy}.") from error
-    parts = ["blocks to checkpoint" if seen.has_blocks else "no blocks to checkpoint"] + ["attention"] * seen.attends
-    seconds = f"{seen.step_seconds:.2g} s a step of {config.train.batch_size} samples on this CPU"
+    parts = ["blocks to checkpoint" if look.has_blocks else "no blocks to checkpoint"] + ["attention"] * look.attends
+    seconds = f"{look.step_seconds:.2g} s a step of {config.train.batch_size} samples on this CPU"
     say(f"init: {config.train.model} has {' and '.join(parts)}; about {seconds}")
-    return images, seen
+    return images, look
 
 
 def _fine_tuning(configuration: str | None, patterns: list[str]) -> str:
@@ -133,11 +133,11 @@ def _choose_variants(
         ready = {
             name: values for path in sorted(PROJECT.glob("variants/*.yaml")) for name, values in read_yaml(path).items()
         }
-        known = ready | variants
+        available = ready | variants
         for name in chosen:
-            if name not in known:
-                raise ConfigError(f"--variants: found {name!r}, which is no variant.{did_you_mean(name, known)}")
-        wanted = {name: known[name] for name in chosen if name != baseline}
+            if name not in available:
+                raise ConfigError(f"--variants: found {name!r}, which is no variant.{did_you_mean(name, available)}")
+        wanted = {name: available[name] for name in chosen if name != baseline}
         for name in [name for name in variants if name != baseline]:
             variants.pop(name)
         variants.update(wanted)

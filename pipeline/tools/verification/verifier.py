@@ -316,8 +316,8 @@ class Verifier:
             values = torch.linalg.svdvals(moved[name])
             rounding = FLOAT32 * after[name].abs().max().item() * sum(size**0.5 for size in moved[name].shape)
             if len(values) > settings.rank and values[0] > 0:
-                found, allowed = (float(value / values[0]) for value in (values[settings.rank], rounding))
-                worst, bound = max((worst, bound), (found, allowed), key=lambda pair: pair[0] - pair[1])
+                excess, allowed = (float(value / values[0]) for value in (values[settings.rank], rounding))
+                worst, bound = max((worst, bound), (excess, allowed), key=lambda pair: pair[0] - pair[1])
         claim = f"the changes of {count(len(self._adapted(plan)), 'layer')} have rank {settings.rank}"
         yield Claim(plan.name, claim, worst, bound, worst <= bound, "relative")
 
