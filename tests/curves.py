@@ -36,9 +36,7 @@ def make_probe(processes: int, latency_ms: float = 1.0, per_megabyte_ms: float =
         for operation, part in zip(OPERATIONS, (1.0, 0.5, 0.5), strict=True)
         for size in (1000, MEGABYTE, 100 * MEGABYTE)
     ]  # fmt: skip
-    return Probe(
-        device="cpu", backend="gloo", host_names=("a",), links=(), gpu_link=None, repetitions=1, timings=tuple(timings)
-    )
+    return Probe(device="cpu", backend="gloo", host_names=("a",), links=(), gpu_link=None, timings=tuple(timings))
 
 
 def samples(milliseconds: float, **changes: Any) -> tuple[Window, ...]:
@@ -50,19 +48,17 @@ def samples(milliseconds: float, **changes: Any) -> tuple[Window, ...]:
 def make_measured(step_ms: float = 61.0, **alone_2: Any) -> Measured:
     """One device takes 100 ms. Two take 50 ms of arithmetic, and 11 ms for 10 MB that are ready at their end."""
     places = [
-        Place(name="ddp-1", variant="ddp", mode="strong", processes=1, batch_size=BATCH, devices=1, alone=None),
-        Place(name="ddp-2", variant="ddp", mode="strong", processes=2, batch_size=BATCH, devices=2,
-              alone="ddp-2-alone"),
-        Place(name="ddp-4", variant="ddp", mode="strong", processes=4, batch_size=BATCH, devices=4,
-              alone="ddp-4-alone", measured=False),
+        Place(
+            name=f"ddp-{number}", variant="ddp", mode="strong", processes=number, hosts=1, batch_size=BATCH,
+            devices=number, replicas=1, alone=f"ddp-{number}-alone" if number > 1 else None, measured=number < 4,
+        )
+        for number in (1, 2, 4)
     ]  # fmt: skip
     alone = {"ddp-2-alone": make_alone(50, **{"buckets": ((50e-3, 10 * MEGABYTE),)} | alone_2),
              "ddp-4-alone": make_alone(25, buckets=((25e-3, 10 * MEGABYTE),))}  # fmt: skip
     steps = {"ddp-1": 100.0, "ddp-2": step_ms, "ddp-2-alone": 50.0, "ddp-4-alone": 50.0}  # the last with half the batch
     bench = make_bench([make_result(name) for name in steps], rounds=ROUNDS)
     arms = (arm.model_copy(update={"samples": samples(steps[arm.variant]), "batch_size": BATCH}) for arm in bench.arms)
-    bench = bench.model_copy(update={"arms": tuple(arms)})
-    return Measured(
-        bench=bench, places=tuple(places), alone={name: (of,) * ROUNDS for name, of in alone.items()},
-        probe=make_probe(2), devices=2, hosts=1, jobs={"ddp": "job"}, epoch_samples=2560,
-    )  # fmt: skip
+    data = bench.dataset and bench.dataset.model_copy(update={"train_count": 2560})
+    bench = bench.model_copy(update={"arms": tuple(arms), "dataset": data})
+    return Measured(bench=bench, places=tuple(places), alone=alone, probe=make_probe(2), jobs={"ddp": "job"})

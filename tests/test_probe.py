@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +10,13 @@ import pytest
 import torch.distributed as dist
 
 from pipeline import environment
-from pipeline.distributed import WorkerError, World, forked
+from pipeline.distributed import WorkerError, World
 from pipeline.distributed.collectives import seconds_of
-from pipeline.errors import ConfigError, PipelineError
-from pipeline.files import read_json
+from pipeline.errors import ConfigError
 from pipeline.pages import render
 from pipeline.params import Config, parse
 from pipeline.scaling import probe
-from pipeline.scaling.probe import OPERATIONS, SIZES, Probe, Timing, expected, fitted, measured
+from pipeline.scaling.probe import OPERATIONS, Probe, Timing, measured
 from tests.as_if_cuda import as_if_cuda
 from tests.factories import known
 from tests.ranks import run_ranks
@@ -38,64 +33,25 @@ def reduce(size: int, *seconds: float, processes: int = 4, hosts: int = 1) -> Ti
     return Timing(operation="all_reduce", processes=processes, hosts=hosts, size_bytes=size, seconds=seconds)
 
 
-@pytest.mark.parametrize(("latency", "bandwidth"), [(40e-6, 1.2e9), (8e-6, 370e9), (0.5e-3, 2.5e6)])
-def test_a_fit_finds_latency_and_bandwidth(latency: float, bandwidth: float) -> None:
-    noise = random.Random(7)
-    timings = [
-        reduce(size, *((latency + 1.5 * size / bandwidth) * noise.uniform(0.9, 1.1) for _ in range(3)))
-        for size in SIZES
-    ]
-    fit = fitted([*timings, timings[0].model_copy(update={"operation": "all_gather", "seconds": (1.0,)})])
-    assert fit.latency_seconds == pytest.approx(latency, rel=0.1)
-    assert fit.bytes_per_second == pytest.approx(bandwidth, rel=0.1)
-    assert 0.01 < fit.relative_error_fraction < 0.1
-    assert fit.seconds(2**20) == pytest.approx(latency + 1.5 * 2**20 / bandwidth, rel=0.1)
-
-
-def test_a_fit_bears_one_disturbed_size_and_a_steep_start() -> None:
-    timings = [reduce(size, 40e-6 + 1.5 * size / 1e9) for size in SIZES]
-    timings[4] = reduce(SIZES[4], 5 * timings[4].median_seconds)
-    assert fitted(timings).bytes_per_second == pytest.approx(1e9, rel=0.1)
-    steep = fitted([reduce(size, seconds) for size, seconds in ((1024, 1e-6), (4096, 8e-6))])
-    assert 0 <= steep.latency_seconds < 1e-6
-
-
-@pytest.mark.parametrize(
-    "timings", [[], [reduce(1024, 1.0)], [reduce(1024, 1.0), reduce(4096, 2.0, processes=2)]], ids=len
-)
-def test_a_fit_needs_two_sizes_of_one_number(timings: list[Timing]) -> None:
-    with pytest.raises(PipelineError, match="needs at least two sizes among one number of processes"):
-        fitted(timings)
-
-
 def test_two_ranks_time_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
-
-    @contextmanager
-    def noted(*arguments: Any, **options: Any) -> Iterator[Any]:
-        with forked(*arguments, **options) as ask:
-            yield lambda request: asked.extend([request] if request else []) or ask(request)  # type: ignore[func-returns-value]
-
-    monkeypatch.setattr(probe, "forked", noted)
-    found = measured(config_on("cpu"), environment.machine(), [2], sizes=(65_536, 1001), repetitions=2)
-    assert (found.backend, found.links, found.gpu_link, found.answers[0].is_slow) == ("gloo", (), None, False)
+    monkeypatch.setattr(probe, "REPETITIONS", 2)
+    found = measured(config_on("cpu"), environment.machine(), [2], sizes=(1001, 65_536))
+    assert (found.backend, found.links, found.gpu_link, found.numbers) == ("gloo", (), None, [2])
     keys = [(timing.operation, timing.size_bytes) for timing in found.timings]
-    assert keys == [(operation, size) for size in (1008, 65_536) for operation in OPERATIONS]
-    assert asked == [*keys, *keys[::-1]]
+    assert keys == [(operation, size) for operation in sorted(OPERATIONS) for size in (1008, 65_536)]
     for timing in found.timings:
         assert (timing.processes, timing.hosts, len(timing.seconds)) == (2, 1, 2)
         assert min(timing.seconds) > 0
+        assert not timing.is_slow
     assert Probe.model_validate_json(found.to_json()) == found
 
 
-def test_a_size_that_takes_too_long_is_left_out() -> None:
-    plan = probe._plan(config_on("cpu"), CPU_ONLY, 2)
-    seconds: dict[Any, list[float]] = {}
-    offered = []
-    for operation, size in probe._fitting(("all_reduce", "all_gather"), (1024, 4096, 16_384), plan, seconds):
-        offered.append((operation, size))
-        seconds[2, operation, size] = [0.2 if operation == "all_reduce" else 0.1]
-    assert offered == [("all_reduce", 1024), ("all_gather", 1024), ("all_gather", 4096), ("all_gather", 16_384)]
+def test_a_size_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = {"all_reduce": 0.2, "reduce_scatter": 0.1, "all_gather": 0.1}
+    monkeypatch.setattr(probe, "seconds_of", lambda _, operation, *__: timed[operation])
+    ((_, times),) = probe._rank("cpu", 1.0, (1024, 4096))
+    assert [size for operation, size in times if operation == "all_reduce"] == [1024]
+    assert [size for operation, size in times if operation == "all_gather"] == [1024, 4096]
 
 
 def _broken(joined: World, operation: str) -> float:
@@ -108,12 +64,6 @@ def _broken(joined: World, operation: str) -> float:
 def test_wrong_data_are_refused(operation: str) -> None:
     with pytest.raises(WorkerError, match=rf"{operation} of 1024 bytes: rank \d received wrong data"):
         run_ranks(_broken, operation)
-
-
-@pytest.mark.parametrize("wrong", [{"counts": []}, {"counts": [2, 1]}, {"sizes": []}, {"sizes": [0]}], ids=str)
-def test_wrong_requests_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(PipelineError, match=r"probe: found counts .*; expected two processes or more"):
-        measured(config_on("cpu"), CPU_ONLY, **{"counts": [2], **wrong})
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
@@ -156,9 +106,9 @@ def made(link: int | None, *large: float) -> Probe:
     links: Any = tuple({"link": "ethernet", "megabit_per_second": speed} for speed in (25_000, link))
     reduces = [reduce(1024, 45e-6, processes=2, hosts=2), reduce(2**20, *large, processes=2, hosts=2)]
     timings = [timing.model_copy(update={"operation": operation}) for operation in OPERATIONS for timing in reduces]
-    about: Any = {"device": "a CPU", "backend": "gloo", "gpu_link": None, "repetitions": len(large)}
-    found = Probe(**about, host_names=("one", "two"), links=links, timings=tuple(timings))
-    return found.model_copy(update={"answers": tuple(probe._answers(found))})
+    about: Any = {"device": "a CPU", "backend": "gloo", "gpu_link": None}
+    timings = [timing.model_copy(update={"stated_bytes_per_second": probe.stated_by(links)}) for timing in timings]
+    return Probe(**about, host_names=("one", "two"), links=links, timings=tuple(timings))
 
 
 def test_a_slow_link_is_named() -> None:
@@ -193,7 +143,7 @@ def test_the_command_writes_its_report(tmp_path: Path, monkeypatch: pytest.Monke
         probe.run(config_on("cpu"), CPU_ONLY, as_json=as_json)
         said = capsys.readouterr().out
         assert said == (tmp_path / "reports" / f"probe.{'json' if as_json else 'md'}").read_text(encoding="utf-8")
-    assert read_json(tmp_path / "reports" / "probe.json")["answers"][0]["is_slow"] is True
+    assert Probe.model_validate_json((tmp_path / "reports" / "probe.json").read_text(encoding="utf-8")) == found
     page = (tmp_path / "reports" / "probe.html").read_text(encoding="utf-8")
     assert "The link between one and two is slower" in page
     assert page.count("<polyline") == 3
@@ -203,9 +153,8 @@ def test_the_command_writes_its_report(tmp_path: Path, monkeypatch: pytest.Monke
 def test_faster_links_are_assumed_to_be_faster() -> None:
     speeds = [link.bytes_per_second for link in probe.LINKS.values()]
     assert sorted(speeds) == [probe.LINKS[name].bytes_per_second for name in ("eth100", "pcie4", "ib400", "nvlink4")]
-    for one, more in pairwise((2, 4, 8)):
-        assert probe.LINKS["ib400"].latency_of(one) < probe.LINKS["ib400"].latency_of(more)
-    assert probe.LINKS["nvlink4"].latency_of(8) == pytest.approx(15e-6)
+    assert probe.LINKS["nvlink4"].seconds(8, 0) == pytest.approx(15e-6)
+    assert probe.LINKS["ib400"].seconds(4, 1e6) == pytest.approx(6.6e-6 + 6 * 2.7e-6 + 1.5 * 1e6 / 50e9)
 
 
 def test_nvlink_and_pcie_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +175,9 @@ def test_gpus_are_probed() -> None:
     machine = environment.machine()
     if machine.gpus < 2:
         pytest.skip("one GPU has no link to another")
-    found = measured(config_on("cuda"), machine, [2], sizes=(1024, 2**20), repetitions=1)
+    found = measured(config_on("cuda"), machine, [2], sizes=(1024, 2**20))
     assert found.backend == "nccl"
     assert len(found.timings) == 6
     link = known(found.gpu_link)
     assert link["link"] in ("nvlink", "pcie")
-    assert known(expected(found, 1)) > 1e9
+    assert known(found.timings[0].stated_bytes_per_second) > 1e9

@@ -43,8 +43,8 @@ class _OwnShard:
 class Unreduced(Technique):
     """Ranks exchange nothing (``Plan.reduces``), and the times when they would exchange something are noted.
 
-    Each rank's gradients stay its own, fully_shard gets copies of a rank's own shard in place of the others', and zero1
-    updates a rank's own parameters alone. Copies into buckets and updates of shards are as in the variant.
+    Each rank's gradients stay its own, and fully_shard gets copies of a rank's own shard in place of the others'.
+    Copies into buckets and updates of shards are as in the variant.
     Without synchronisation, as in ``Training.arithmetic_seconds``, DDP fills no buckets, and shows no such times.
     """
 
@@ -67,8 +67,6 @@ class Unreduced(Technique):
 
     def change_step(self, setup: Setup) -> None:
         take = setup.step.whole
-        if self.plan.applied.parallelism == "zero1":
-            setup.step.optimizer._sync_params = lambda: None  # type: ignore[attr-defined]
 
         def noted(micro_batches: MicroBatches) -> None:
             self._steps.append((self._clock.mark(), []))

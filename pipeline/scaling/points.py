@@ -1,4 +1,4 @@
-"""The command ``scale``: measure the arms of a scaling curve side by side, and keep what was measured.
+"""The command ``scale``: measure the arms of a scaling curve side by side.
 
 An arm is a variant with another number of processes. With strong scaling, the global batch stays; with weak scaling,
 each process keeps the whole batch, which is another training. Each number of processes has a second arm, whose
@@ -8,18 +8,15 @@ batch that a process would have there.
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from itertools import product
 from typing import Any, Literal
 
-from pipeline import environment, files
+from pipeline import files
 from pipeline.benchmark.server import ArmSpec, Server
-from pipeline.benchmark.stage import begin_session, calibrated, file_name, side_by_side
-from pipeline.data.prepared import read as read_dataset
-from pipeline.environment.hardware import cores
+from pipeline.benchmark.stage import begin_session, calibrated, served, side_by_side
 from pipeline.errors import ConfigError
-from pipeline.files import PREPARED
 from pipeline.params import Config, Machine, Variant, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
@@ -27,14 +24,16 @@ from pipeline.results import Arithmetic, Bench, Document, Record
 from pipeline.results.records import Count
 from pipeline.scaling import probe
 from pipeline.scaling.projection import Alone, alone_of
-from pipeline.training.measured import dataset_of
 
-KEPT = Path("scaling")
-"""Each measurement is a file of this folder, kept in git like the sessions of the bench."""
-MOST_ON_A_CPU = 8
-"""The largest number of processes that is measured on the cores of one host."""
 FURTHER = 4
 """Without --up-to, curves are projected to so many times the devices that there are."""
+SHARED = ("ddp", "zero1", "fsdp")
+"""The kinds of parallelism whose processes share the batch."""
+MODELLED = {
+    "ddp", "weak_scaling", "bucket_mb", "gradients_beside_buckets", "static_graph", "fp16_compression",
+    "bf16_compression", "fsdp", "keep_gathered", "parameter_precision", "cpu_offload",
+}  # fmt: skip
+"""What can exchange something so that ``projection`` knows when, and how many bytes."""
 Mode = Literal["strong", "weak"]
 
 
@@ -46,16 +45,15 @@ class Place(Record):
     variant: str
     mode: Mode
     processes: Count
+    hosts: Count
     batch_size: Count
     devices: Count
     """What is paid for: the GPUs or, without GPUs, the hosts."""
-    alone: str | None
-    """The name of the arm that exchanges nothing; None if there is none."""
-    measured: bool = True
-    modelled: bool = True
-    """Whether ``alone`` shows all that the arm exchanges, so that it can be projected."""
-    replicas: Count = 1
+    replicas: Count
     """Groups of processes that each share one model (fsdp)."""
+    alone: str | None
+    """The name of the arm that exchanges nothing; None with one process, or if the variant is not modelled."""
+    measured: bool
 
 
 class Measured(Document):
@@ -63,18 +61,19 @@ class Measured(Document):
 
     bench: Bench
     places: tuple[Place, ...]
-    """One device first, then the others by variant, mode and number."""
-    alone: dict[str, tuple[Alone, ...]]
-    """Arm that exchanges nothing -> one entry a round."""
-    probe: probe.Probe | None
-    """None if no number of processes is more than 1."""
-    devices: Count
-    """The most processes that can be measured."""
-    hosts: Count
+    """By variant, mode and number."""
+    alone: dict[str, Alone]
+    """Arm that exchanges nothing -> its steps."""
+    probe: probe.Probe
     jobs: dict[str, str]
     """Variant -> digest of its settings, the job, the data and the kind of device: projections of equal jobs can be
     compared with what is measured."""
-    epoch_samples: Count
+
+    @property
+    def train_count(self) -> int:
+        """Samples of an epoch."""
+        assert self.bench.dataset
+        return self.bench.dataset.train_count
 
 
 class _Server(Server):
@@ -82,123 +81,80 @@ class _Server(Server):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alone: dict[str, list[Alone]] = {}
+        self.rounds: dict[str, list[list[Arithmetic]]] = defaultdict(list)
 
     def close(self, name: str) -> dict[str, Any]:
         answer = super().close(name)
         if ranks := answer.pop("arithmetic", ()):
-            self.alone.setdefault(name, []).append(alone_of([Arithmetic.model_validate(rank) for rank in ranks]))
+            self.rounds[name].append([Arithmetic.model_validate(rank) for rank in ranks])
         return answer
 
 
 def measured(
     config: Config, machine: Machine, names: Sequence[str], up_to: int | None, minutes: float, modes: Sequence[Mode]
 ) -> Measured:
-    """Measure the curves of the variants ``names`` (none: all with data parallelism). Keep the rounds so far in a file.
+    """Measure the curves of the variants ``names`` (none: all with data parallelism).
 
     Raises ConfigError, before anything is started, for a curve that cannot be measured or projected.
     """
-    variants = variants_of(config, names)
-    if on_gpu(config, machine) and machine.hosts * machine.gpus == 1:
-        raise ConfigError("scale: found one GPU; a curve needs two or more, here or on further hosts (launch.hosts).")
-    available = machine.hosts * machine.gpus if on_gpu(config, machine) else max(machine.hosts, _processes_of_a_cpu())
-    numbers = numbers_of(available, up_to)
-    places, plans = arms_of(config, machine, variants, numbers, available, modes, all_numbers=up_to is not None)
-    dataset, content = dataset_of(read_dataset(PREPARED)), environment.read()
-    base = places[0]
-    config = config.model_copy(update={"compare": config.compare.model_copy(update={"baseline": base.name})})
+    variants, here, base = variants_of(config, names), probe.numbers_here(config, machine), config.compare.baseline
+    places, plans = arms_of(config, machine, variants, numbers_of(here, up_to), here[-1], modes)
+    probed, session = probe.measured(config, machine, here), begin_session()
     settings = config.bench.model_copy(update={"max_minutes": minutes})
-    session_so_far, hashed = begin_session(), environment.hash_of(content, "variants", *config.variants)
-    copies = {(plan.processes, plan.applied.copies) for plan in plans.values()}
-    counts = sorted({number for pair in copies for number in (*pair, pair[0] // pair[1])} - {1})
-    sharded = "fsdp" in {plan.applied.parallelism for plan in plans.values()}
-    probed = (
-        probe.measured(config, machine, counts, probe.OPERATIONS if sharded else ("all_reduce",)) if counts else None
-    )
-    with _Server() as server:
+    of_base = config.model_copy(update={"variants": {base: config.variants[base]}})
+    with served(of_base, machine, server := _Server()) as job:
         specs = [ArmSpec.of_variant(name, server, plan.model_dump(mode="json")) for name, plan in plans.items()]
         arms = [*specs, specs[0].control()]
         steps, round_seconds, _, _ = calibrated(arms, settings, ledgers=False)
-        server.alone.clear()  # the samples of the calibration are no rounds
-
-        def kept(bench: Bench) -> Measured:
-            number = bench.rounds
-            result = Measured(
-                bench=bench,
-                places=places,
-                alone={name: tuple(of_arm[:number]) for name, of_arm in server.alone.items()},
-                probe=probed,
-                devices=available,
-                hosts=machine.hosts,
-                jobs={name: _job(config, variant, dataset.sha256, bench) for name, variant in variants.items()},
-                epoch_samples=dataset.train_count,
-            )
-            files.write_text(KEPT / file_name(bench), result.to_json())
-            return result
-
+        server.rounds.clear()  # the samples of the calibration are no rounds
         bench = side_by_side(
             "scale",
             arms,
             settings,
-            plans[base.name].device,
+            job.device,
             steps=steps,
             round_seconds=round_seconds,
-            session=session_so_far,
-            keep=kept,
-            environment=hashed,
-            commit=environment.checked_out(),
-            config={"train": config.job, "bench": settings.model_dump(mode="json"), "variants": {}},
-            dataset=dataset,
-            baseline=base.name,
-            margins=config.compare.margins,
-            keys={name: files.json_sha256(plan.model_dump(mode="json")) for name, plan in plans.items()},
+            session=session,
+            keep=lambda _: None,
+            **job.facts | {"baseline": specs[0].name, "keys": {}},
         )
-        return kept(bench)
-
-
-def on_gpu(config: Config, machine: Machine) -> bool:
-    return config.train.device != "cpu" and machine.gpus > 0
-
-
-def _processes_of_a_cpu() -> int:
-    return min(MOST_ON_A_CPU, max(2, 1 << int(math.log2(max(1.0, cores())))))
+    of_job = [config.job, job.facts["dataset"].sha256, bench.arms[0].device]
+    values = {name: of.model_dump(mode="json", exclude={"processes", "scaling"}) for name, of in variants.items()}
+    return Measured(
+        bench=bench,
+        places=places,
+        alone={name: alone_of(rounds) for name, rounds in server.rounds.items()},
+        probe=probed,
+        jobs={name: files.json_sha256([of, *of_job]) for name, of in values.items()},
+    )
 
 
 def variants_of(config: Config, names: Sequence[str]) -> dict[str, Variant]:
     """Return the variants of params.yaml with these names or, for the name of a parallelism, the baseline with it.
 
-    Without names, return all variants whose processes share the batch. Raises ConfigError.
+    Without names, return all variants whose processes share the batch or, if there are none, the baseline with each
+    parallelism. Raises ConfigError.
     """
-    shared = ("ddp", "zero1", "fsdp")
-    known = {name: variant for name, variant in config.variants.items() if variant.parallelism in shared}
     base = config.variants[config.compare.baseline]
-    chosen = {}
-    for name in names or known:
-        if name in shared and name not in config.variants:
-            known[name] = base.model_copy(update={"parallelism": name})
-        if name not in known:
-            has = f"parallelism {config.variants[name].parallelism!r}" if name in config.variants else "no such variant"
-            raise ConfigError(
-                f"scale: found {name} ({has}); expected variants whose processes share the batch: parallelism "
-                f"{', '.join(shared)}, or one of these words."
-            )
-        chosen[name] = known[name]
-    if not chosen:
+    words = {word: base.model_copy(update={"parallelism": word}) for word in SHARED}
+    ours = {name: variant for name, variant in config.variants.items() if variant.parallelism in SHARED}
+    if wrong := [name for name in names if name not in words | ours]:
         raise ConfigError(
-            f"scale: no variant of params.yaml has parallelism {', '.join(shared)}; name one of these words, such as "
-            "`scale ddp`."
+            f"scale: found {', '.join(wrong)}; expected variants of params.yaml whose processes share the batch "
+            f"(parallelism {', '.join(SHARED)}), or one of these words."
         )
-    return chosen
+    return {name: (words | ours)[name] for name in names or ours or words}
 
 
-def numbers_of(available: int, up_to: int | None) -> tuple[int, ...]:
-    """Return the numbers of processes of a curve: 1, 2, 4, ..., ``available``, and doubled from there to ``up_to``."""
-    last = FURTHER * available if up_to is None else up_to
-    if last < available or last % available:
-        raise ConfigError(f"--up-to: found {up_to}, but {available} are measured here; expected a multiple of it.")
-    powers = [2**power for power in range(last.bit_length())]
-    further = {available * power for power in powers if available * power < last}
-    return tuple(sorted({power for power in powers if power < available} | further | {available, last}))
+def numbers_of(here: Sequence[int], up_to: int | None) -> list[int]:
+    """Return the numbers of processes of a curve: 1, those that are ``here``, and doubled from there to ``up_to``."""
+    last = FURTHER * here[-1] if up_to is None else up_to
+    if last < here[-1] or last % here[-1]:
+        raise ConfigError(f"--up-to: found {up_to}, but {here[-1]} are measured here; expected a multiple of it.")
+    numbers = [1, *here]
+    while numbers[-1] < last:
+        numbers.append(min(2 * numbers[-1], last))
+    return numbers
 
 
 def arms_of(
@@ -208,67 +164,49 @@ def arms_of(
     numbers: Sequence[int],
     available: int,
     modes: Sequence[Mode],
-    *,
-    all_numbers: bool = True,
 ) -> tuple[tuple[Place, ...], dict[str, Plan]]:
-    """Return the places of all curves, and the plans of their arms.
+    """Return the places of all curves, and the plans of their arms; all curves of a variant share that of one process.
 
-    Raises ConfigError for whatever makes a plan impossible, and for a batch that further processes cannot divide;
-    without ``all_numbers``, these are left out.
+    Raises ConfigError for whatever makes a plan impossible, and for a batch that further processes cannot divide.
     """
     places: list[Place] = []
     plans: dict[str, Plan] = {}
-
-    def planned(name: str, variant: Variant) -> Plan:
-        return plan_of(config.model_copy(update={"variants": {name: variant}}), name, machine)
-
-    def place(plan: Plan, variant: str, mode: Mode, processes: int, alone: str | None, batch_size: int) -> None:
-        devices = processes if plan.device == "cuda" else max(1, plan.hosts * processes // plan.processes)
-        further = processes // plan.processes if variants[variant].replicas == "hosts" else 1
+    for (name, variant), mode, number in product(variants.items(), modes, numbers):
+        here, further = min(number, available), max(1, number // available)
+        replicas = machine.hosts if variant.replicas == "hosts" else variant.replicas
+        if number > 1 and replicas > 1 and here % (2 * replicas):
+            continue
+        weak = "-weak" if mode == "weak" and number > 1 else ""
+        own, alone = f"{name}-{here}{weak}", f"{name}-{here if weak else number}{weak}-alone"
+        single = {"processes": 1, "replicas": 1, "scaling": "strong"}
+        of_number = variant.model_copy(update={"processes": here, "scaling": mode} if number > 1 else single)
+        plan = plan_of(config.model_copy(update={"variants": {own: of_number}}), own, machine)
+        is_modelled = number > 1 and _exchanging(plan) <= MODELLED
+        if number > available and not is_modelled:
+            continue
+        plans[own] = plan
+        if is_modelled:
+            plans[alone] = _with_share(plan, alone, here if weak else number)
         places.append(
             Place(
-                name=f"{variant}-{processes}{'-weak' * (mode == 'weak')}",
-                variant=variant,
+                name=f"{name}-{number}{weak}",
+                variant=name,
                 mode=mode,
-                processes=processes,
-                batch_size=batch_size,
-                devices=devices,
-                alone=alone,
-                measured=processes <= available,
-                modelled=_exchanging(plan) <= _MODELLED,
-                replicas=further * plan.applied.copies,
+                processes=number,
+                hosts=further * plan.hosts,
+                batch_size=further * plan.train.batch_size if weak else plan.train.batch_size,
+                devices=number if plan.device == "cuda" else further * plan.hosts,
+                replicas=plan.applied.copies * (further if variant.replicas == "hosts" else 1),
+                alone=alone if is_modelled else None,
+                measured=number <= available,
             )
         )
-
-    for name, variant in variants.items():
-        single = f"{name}-1"
-        plans[single] = planned(single, variant.model_copy(update={"processes": 1, "replicas": 1, "scaling": "strong"}))
-        place(plans[single], name, "strong", 1, None, plans[single].train.batch_size)
-        replicas = machine.hosts if variant.replicas == "hosts" else variant.replicas
-        fewest = 2 * replicas if replicas > 1 else 1
-        for mode in modes:
-            for number in numbers:
-                measurable = min(number, available)
-                if number == 1 or measurable % fewest:
-                    continue
-                if number > measurable and mode == "strong" and not all_numbers and config.train.batch_size % number:
-                    continue
-                own = f"{name}-{measurable}{'-weak' * (mode == 'weak')}"
-                if number == measurable:
-                    plans[own] = planned(own, variant.model_copy(update={"processes": number, "scaling": mode}))
-                plan, alone = plans[own], None
-                if _exchanging(plan) <= (_MODELLED | _LEFT_OUT if number == measurable else _MODELLED):
-                    alone = f"{own}-alone" if mode == "weak" else f"{name}-{number}-alone"
-                    plans[alone] = _with_share(plan, alone, number if mode == "strong" else measurable)
-                if alone or number == measurable:
-                    larger = number // measurable if mode == "weak" else 1
-                    place(plan, name, mode, number, alone, larger * plan.train.batch_size)
     return tuple(places), plans
 
 
 def _with_share(plan: Plan, name: str, number: int) -> Plan:
     """Return the plan of processes that exchange nothing and take the share of the batch of one of ``number``."""
-    shares = max(number, plan.processes) * plan.micro_batches
+    shares = number * plan.micro_batches
     batch_size = plan.train.batch_size
     if batch_size % shares:
         raise ConfigError(
@@ -276,28 +214,13 @@ def _with_share(plan: Plan, name: str, number: int) -> Plan:
             f"{shares}, or a smaller --up-to."
         )
     share = batch_size // shares
-    applied = plan.applied.model_copy(update={"communication_hook": "none", "sync_batchnorm": False})
+    applied = plan.applied.model_copy(update={"communication_hook": "none"})
     return plan.with_train(batch_size=share * plan.micro_batches * plan.processes).model_copy(
         update={"name": name, "micro_batch_size": share, "reduces": False, "applied": applied}
     )
-
-
-_MODELLED = {
-    "ddp", "weak_scaling", "bucket_mb", "gradients_beside_buckets", "static_graph", "fp16_compression",
-    "bf16_compression", "fsdp", "keep_gathered", "parameter_precision", "cpu_offload",
-}  # fmt: skip
-"""What can exchange something so that ``projection`` knows when, and how many bytes."""
-_LEFT_OUT = {"zero1", "sync_batchnorm", "powersgd", "post_local_sgd"}
-"""What an arm that exchanges nothing can leave out or do without, although ``projection`` does not know it."""
 
 
 def _exchanging(plan: Plan) -> set[str]:
     """Return the plan's parallelism, and the techniques that need one."""
     effective = catalogue.in_effect(plan.applied)
     return {entry.name for entry in effective if entry.needs or entry.name == plan.applied.parallelism}
-
-
-def _job(config: Config, variant: Variant, data_sha256: str, bench: Bench) -> str:
-    """Return a digest of what projections of a variant depend on, besides the number of devices."""
-    values = variant.model_dump(mode="json", exclude={"processes", "scaling"})
-    return files.json_sha256([values, config.job, data_sha256, bench.arms[0].device])

@@ -20,45 +20,52 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.results import Arithmetic, Exchange, Record
 from pipeline.results.records import Amount, Count, Positive
-from pipeline.scaling.probe import Timing, fitted
+from pipeline.scaling.probe import Timing
 
 MOST_BESIDE = 4.0
 """The largest factor by which communication is assumed to take longer beside arithmetic."""
 LEAST_SHARE = 0.1
 """If less of a step is communication that nothing hides, the step does not tell this factor: noise would decide it."""
+UNEVEN = 1.1
+"""A process is slow if its steps take so many times the mean."""
 
 Collective = Callable[[float], float]
 """Bytes -> the seconds of a collective that runs alone."""
-Taken = Callable[[Exchange], float]
-"""Exchange -> the seconds that it takes alone."""
 
 
-class Parts(NamedTuple):
+class Parts(Record):
     """The parts of a step, in seconds."""
 
     arithmetic: float
     """Of the mean process, without its wait for input."""
     input: float
-    waiting: float
+    waiting: float = 0.0
     """How much longer the slowest process of each step takes than the mean process."""
-    exposed: float
+    exposed: float = 0.0
     """Communication during which no arithmetic runs."""
-    hidden: float
+    hidden: float = 0.0
     """Communication beside arithmetic, which takes no time of its own: no part of ``step``."""
 
     @property
     def step(self) -> float:
         return self.arithmetic + self.input + self.waiting + self.exposed
 
+    def within(self, step_seconds: float) -> Parts:
+        """Return the parts of a step that was measured as a whole: what the others do not explain is exposed."""
+        arithmetic = min(self.arithmetic, step_seconds - self.input)
+        waiting = min(self.waiting, step_seconds - self.input - arithmetic)
+        exposed = step_seconds - self.input - arithmetic - waiting
+        hidden = max(0.0, self.hidden + self.exposed - exposed)
+        return Parts(arithmetic=arithmetic, input=self.input, waiting=waiting, exposed=exposed, hidden=hidden)
+
 
 class Alone(Record):
-    """The steps of all processes of an arm that exchange nothing, in one round."""
+    """The steps of all processes of an arm that exchange nothing; medians over its rounds."""
 
     mean_seconds: Positive
     """Of all processes' steps, the wait for input included."""
@@ -70,34 +77,41 @@ class Alone(Record):
     """How much longer the slowest process of a single step takes than the slowest on average."""
     processes: Count
     buckets: tuple[Exchange, ...]
-    """As in ``Arithmetic``; the means of the processes."""
+    """As in ``Arithmetic``; medians over the processes too."""
 
     def waiting(self, processes: int) -> float:
         """Return how many seconds longer than the mean the slowest of so many processes takes in each step.
 
         A slow device stays as slow. The jitter grows like the largest of N normal values.
         """
-        if processes == 1:
-            return 0.0
-        grown = _largest_normal(processes) / _largest_normal(self.processes) if self.processes > 1 else 1.0
+        grown = _largest_normal(processes) / _largest_normal(self.processes)
         return self.slowest_seconds - self.mean_seconds + self.jitter_seconds * grown
 
+    @property
+    def slow(self) -> str | None:
+        """The process whose steps take ``UNEVEN`` times the mean, in words; None if there is none."""
+        times = self.slowest_seconds / self.mean_seconds
+        who = f"rank {self.slowest_rank} on {self.slowest_host}"
+        return f"{who} takes {times:.2f} times the mean process's step" if times > UNEVEN else None
 
-def alone_of(ranks: Sequence[Arithmetic]) -> Alone:
-    """Join the ranks' steps, of which those with the same index ran side by side."""
-    means = [statistics.fmean(rank.step_seconds) for rank in ranks]
-    in_step = [max(steps) for steps in zip(*(rank.step_seconds for rank in ranks), strict=False)]
-    slowest = means.index(max(means))
+
+def alone_of(rounds: Sequence[Sequence[Arithmetic]]) -> Alone:
+    """Join the steps of all ranks in all rounds of an arm. Those of a round with the same index ran side by side."""
+    steps = [np.array([rank.step_seconds for rank in ranks]) for ranks in rounds]
+    of_ranks = np.median([of_round.mean(axis=1) for of_round in steps], axis=0)
+    of_latest = float(np.median([of_round.max(axis=0).mean() for of_round in steps]))
+    slowest, every = int(of_ranks.argmax()), [rank.buckets for ranks in rounds for rank in ranks]
+    alike = [buckets for buckets in every if [of[1:] for of in buckets] == [of[1:] for of in every[-1]]]
     return Alone(
-        mean_seconds=statistics.fmean(means),
-        slowest_seconds=means[slowest],
+        mean_seconds=float(of_ranks.mean()),
+        slowest_seconds=float(of_ranks[slowest]),
         slowest_rank=slowest,
-        slowest_host=ranks[slowest].host,
-        jitter_seconds=max(0.0, statistics.fmean(in_step) - means[slowest]),
-        processes=len(ranks),
+        slowest_host=rounds[0][slowest].host,
+        jitter_seconds=max(0.0, of_latest - float(of_ranks[slowest])),
+        processes=len(of_ranks),
         buckets=tuple(
-            bucket[0]._replace(ready_seconds=statistics.fmean(of_rank.ready_seconds for of_rank in bucket))
-            for bucket in zip(*(rank.buckets for rank in ranks), strict=True)
+            same[0]._replace(ready_seconds=statistics.median(bucket.ready_seconds for bucket in same))
+            for same in zip(*alike, strict=True)
         ),
     )
 
@@ -109,12 +123,18 @@ def _largest_normal(number: int) -> float:
 
 
 def parts(
-    alone: Alone, input_fraction: float, processes: int, taken: Taken, beside: float = 1.0, *, blocking: bool = False
+    alone: Alone,
+    input_fraction: float,
+    processes: int,
+    taken: Sequence[float],
+    beside: float = 1.0,
+    *,
+    blocking: bool = False,
 ) -> Parts:
     """Return the parts of a step of ``processes`` processes.
 
     ``alone``: their steps without the exchange, or those of fewer processes, with the same share of the batch each.
-    ``input_fraction``: the share of these steps that waits for input. ``taken``: by an exchange that runs alone.
+    ``input_fraction``: the share of these steps that waits for input. ``taken``: the seconds of each exchange alone.
     ``blocking``: gathers and scatters return when they are over, as gloo's do. Else a gather is needed when what
     follows it is ready, because a block's run begins the next gather; all else, when the backward pass ends.
     """
@@ -122,14 +142,21 @@ def parts(
     late = 1 + waiting / alone.mean_seconds  # the slowest process is late with all of its buckets
     ready = [late * bucket.ready_seconds for bucket in alone.buckets]
     exposed = ended = communicating = 0.0
-    exchanges = alone.buckets if processes > 1 else ()
-    for exchange, begins, following in zip(exchanges, ready, [*ready[1:], *ready[-1:]], strict=False):
+    for exchange, alone_seconds, begins, following in zip(
+        alone.buckets, taken, ready, [*ready[1:], *ready[-1:]], strict=True
+    ):
         needed = following if exchange.operation == "all_gather" else ready[-1]
-        seconds = beside * taken(exchange)
+        seconds = beside * alone_seconds
         ended, communicating = max(begins + exposed, ended) + seconds, communicating + seconds
         exposed = max(exposed, ended - (begins if blocking and exchange.operation != "all_reduce" else needed))
     waited = input_fraction * alone.mean_seconds
-    return Parts(alone.mean_seconds - waited, waited, waiting, exposed, max(0.0, communicating - exposed))
+    return Parts(
+        arithmetic=alone.mean_seconds - waited,
+        input=waited,
+        waiting=waiting,
+        exposed=exposed,
+        hidden=max(0.0, communicating - exposed),
+    )
 
 
 def beside(step_seconds: float, parts_with: Callable[[float], Parts]) -> float:
@@ -145,28 +172,22 @@ def beside(step_seconds: float, parts_with: Callable[[float], Parts]) -> float:
 
 
 def collective(timings: Sequence[Timing], processes: int, backend: str) -> Collective:
-    """Return the seconds of an operation among ``processes``, from its timings among as many, or among fewer.
+    """Return the seconds of an operation among ``processes``, from its timings among as many, or among others.
 
-    Between two sizes, it is interpolated. For more processes, the part of the latency
-    (``probe.fitted``) grows with the messages that follow each other, the rest with the bytes that each process sends.
+    Between two sizes, it is interpolated. The time of the smallest size is the latency: with the number of processes,
+    it grows with the messages that follow each other, the rest with the bytes that each process sends.
     """
-    operation = timings[0].operation
-    by_size, fit = sorted(timings, key=lambda timing: timing.size_bytes), fitted(timings, operation)
-    sizes, seconds = ([getattr(timing, of) for timing in by_size] for of in ("size_bytes", "median_seconds"))
-    algorithm = backend if operation == "all_reduce" else "ring"
-    ratios = [of(processes, algorithm) / of(fit.processes, algorithm) for of in (messages, _sent)]
+    sizes, seconds = [timing.size_bytes for timing in timings], [timing.median_seconds for timing in timings]
+    timed, algorithm = timings[0].processes, backend if timings[0].operation == "all_reduce" else "ring"
+    more_messages = messages(processes, algorithm) / messages(timed, algorithm)
+    more_bytes = (1 - 1 / processes) / (1 - 1 / timed)
 
     def taken(size: float) -> float:
-        beyond = max(1.0, size / by_size[-1].size_bytes)
-        whole = beyond * float(np.interp(size, sizes, seconds))
-        latency = min(fit.latency_seconds, whole)
-        return ratios[0] * latency + ratios[1] * (whole - latency)
+        whole = max(1.0, size / sizes[-1]) * float(np.interp(size, sizes, seconds))
+        latency = min(seconds[0], whole)
+        return more_messages * latency + more_bytes * (whole - latency)
 
     return taken
-
-
-def _sent(processes: int, _: str) -> float:
-    return (processes - 1) / processes
 
 
 def messages(processes: int, algorithm: str) -> float:
