@@ -14,20 +14,11 @@ from typing import Any
 from pipeline.errors import PipelineError, did_you_mean, own_place
 
 
-def find(
-    name: str,
-    key: str,
-    returns: str,
-    *,
-    example: str,
-    error: type[PipelineError],
-    fits: Callable[[Any], bool] = callable,
-) -> Callable[..., Any]:
+def find(name: str, key: str, returns: str, *, example: str, error: type[PipelineError]) -> Callable[..., Any]:
     """Return the function that ``name`` (``module:function``) names, from an installed module or the current directory.
 
     Adds the current directory to ``sys.path``. Raises ``error`` if there is no such function. For the messages:
-    ``key`` is the key in params.yaml, and ``returns`` is the expected return value in words. ``fits``: whether a value
-    other than a function is allowed.
+    ``key`` is the key in params.yaml, and ``returns`` is the expected return value in words.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:
@@ -44,7 +35,7 @@ def find(
         hint = did_you_mean(attribute, dir(module))
         raise error(f"{key}: found {name!r}, but {module.__file__} has no {attribute!r}.{hint}")
     factory = getattr(module, attribute)
-    if not fits(factory):
+    if not callable(factory):
         raise error(f"{key}: found {name!r}, which is {factory!r}; expected a function that returns {returns}.")
     function: Callable[..., Any] = factory
     return function

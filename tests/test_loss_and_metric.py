@@ -102,6 +102,9 @@ class MacroF1:  # like a metric of torchmetrics, which would gather among the ra
         assert not self.distributed_available_fn()
         return torch.tensor(f1_score(self.labels, self.predicted, average="macro"))
 
+    def __call__(self, logits, labels):
+        raise AssertionError("called in place of update and compute")
+
 made = MacroF1()
 
 def matthews(logits, labels):

@@ -19,6 +19,10 @@ from pipeline.params import Config
 from pipeline.results import RESULTS, Bench, DatasetFacts, HistoryRow, Result, RunConditions
 
 
+EQUAL = ("world_size", "hosts", "batch_size", "micro_batches", "parameter_count", "trained_count", "placement")
+"""What the training and the bench of a variant have in common."""
+
+
 class ComparisonError(PipelineError, ValueError):
     """The results cannot be compared. The message names each file or variant, the reason, and what to do."""
 
@@ -236,15 +240,7 @@ def _bench_problems(
         if arm is None:
             problems.append(f"the bench did not measure variant {result.variant!r}")
             continue
-        for key in (
-            "world_size",
-            "hosts",
-            "batch_size",
-            "micro_batches",
-            "parameter_count",
-            "trained_count",
-            "placement",
-        ):
+        for key in EQUAL:
             benched, trained = getattr(arm, key), getattr(result, key)
             if benched != trained:
                 problems.append(

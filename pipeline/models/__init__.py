@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline import factories
@@ -316,17 +316,13 @@ def _check(name: str, model: nn.Module, inputs: Any, outputs: tuple[int, ...]) -
                 )
         sets_weights = versions != [parameter._version for parameter in model.parameters()]
         state = tried.state_dict(keep_vars=True)
-        for key, value in state.items():
-            if is_traceable_wrapper_subclass(value):
-                raise ModelError(
-                    f"train.model: {key} of {name} is of type {type(value).__name__}, which keeps numbers in a form of "
-                    "its own, such as 8 bits, that no checkpoint can hold; expected torch.Tensor."
-                )
-        unfit = {key: value for key, value in state.items() if not (torch.is_tensor(value) or keeping.is_plain(value))}
-        if unfit:
+        # A wrapper keeps numbers in a form of its own, such as 8 bits.
+        tensors = {key for key, value in state.items() if torch.is_tensor(value) and not is_wrapper(value)}
+        others = {key: value for key, value in state.items() if key not in tensors and not keeping.is_plain(value)}
+        if others:
             raise ModelError(
-                f"train.model: the state dict of {name} has {unfit}, which no checkpoint can hold; expected tensors, "
-                "and from get_extra_state also numbers, text, and lists and dicts of these or of tensors."
+                f"train.model: the state dict of {name} has {others}, which no checkpoint can hold; expected plain "
+                "tensors, and from get_extra_state also numbers, text, and lists and dicts of these or of tensors."
             )
         try:
             tried.load_state_dict(state)

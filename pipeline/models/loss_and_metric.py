@@ -56,7 +56,7 @@ def of_job(train: Train, task: Objective, device: torch.device, arguments: Mappi
         loss = _own_loss(train, device, arguments)
         objective = replace(objective, loss=loss, test_losses=partial(_summed, loss, task.counted))
     if train.metric_over == "test_set":
-        objective = replace(objective, over_set=partial(_over_set, train.metric, _metric_of_set(train.metric)))
+        objective = replace(objective, over_set=partial(_over_set, train.metric, _metric(train.metric)))
     elif ":" in train.metric:
         objective = replace(objective, scores=partial(_own_scores, train.metric, _metric(train.metric)))
     return objective
@@ -67,7 +67,7 @@ def load(train: Train) -> None:
     if ":" in train.loss:
         _loss_factory(train.loss)
     if ":" in train.metric:
-        _metric_of_set(train.metric)
+        _metric(train.metric)
 
 
 def check(train: Train, objective: Objective, outputs: Tensor, targets: Tensor) -> None:
@@ -143,25 +143,14 @@ def _loss_factory(name: str) -> Callable[..., Any]:
     return factories.find(name, "train.loss", "a loss", example="my_losses:focal", error=ObjectiveError)
 
 
-def _metric(name: str) -> Callable[..., object]:
+def _metric(name: str) -> Callable[..., Any]:
     return factories.find(name, "train.metric", "scores", example="my_metrics:top_two", error=ObjectiveError)
-
-
-def _is_accumulated(metric: Any) -> bool:
-    return hasattr(metric, "update") and hasattr(metric, "compute")
-
-
-def _metric_of_set(name: str) -> Any:
-    return factories.find(
-        name, "train.metric", "a score", example="my_metrics:macro_f1", error=ObjectiveError,
-        fits=lambda found: callable(found) or _is_accumulated(found),
-    )  # fmt: skip
 
 
 def _over_set(name: str, metric: Any, outputs: Tensor, targets: Tensor) -> float:
     """Return the metric's value. A copy of an object is used, so its earlier values do not count."""
     with factories.naming(name, "train.metric", ObjectiveError):
-        if _is_accumulated(metric):
+        if hasattr(metric, "update") and hasattr(metric, "compute"):
             metric = metric() if isinstance(metric, type) else copy.deepcopy(metric)
             if hasattr(metric, "distributed_available_fn"):  # torchmetrics would gather once more, and wait forever
                 metric.distributed_available_fn = lambda: False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -28,32 +28,12 @@ class Classification(LogitsTask):
 
     needs = "labels"
 
-    def __post_init__(self) -> None:
-        weights, classes = self.train.class_weights, self.dataset.classes
-        if isinstance(weights, list) and len(weights) != len(classes):
-            raise TaskError(
-                f"train.class_weights: found {len(weights)} weights, but {self.dataset.name} has {len(classes)} "
-                "classes; give each class a weight."
-            )
-
-    @cached_property
-    def class_weights(self) -> Tensor | None:
-        weights, counts = self.train.class_weights, torch.tensor(self.dataset.class_counts).clamp(min=1)
-        if weights == "balanced":
-            return (sum(self.dataset.class_counts) / (len(counts) * counts)).float().to(self.device)
-        return torch.tensor(weights, device=self.device) if weights else None
-
     def output_arguments(self) -> dict[str, int]:
         labels = self.dataset.train.targets.shape[1:]
         return {**({"labels": labels.numel()} if labels else {}), "classes": len(self.dataset.classes)}
 
     def output_shape(self) -> tuple[int, ...]:
         return *self.dataset.train.targets.shape[1:], len(self.dataset.classes)
-
-    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return whether a label has the largest logit: [b], or [n] for the n labels of b samples that count."""
-        right = self.predicted(outputs) == targets
-        return right[targets != LEFT_OUT] if self.dataset.left_out_count else right.flatten()
 
 
 class MultiLabel(LabelledTask):
@@ -63,47 +43,32 @@ class MultiLabel(LabelledTask):
     needs = "labels"
 
     def __post_init__(self) -> None:
-        targets, weights = self.dataset.train.targets, self.train.class_weights
+        targets = self.dataset.train.targets
         if targets.ndim != 2 or len(self.dataset.classes) != 2:
             raise TaskError(
                 f"train.task: multi_label needs targets of 0 and 1 [N, labels], and those of {self.dataset.name} have "
                 f"the shape {list(targets.shape)} and {len(self.dataset.classes)} values; allowed: classification."
             )
-        if isinstance(weights, list) and len(weights) != targets.shape[1]:
-            raise TaskError(
-                f"train.class_weights: found {len(weights)} weights, but {self.dataset.name} has {targets.shape[1]} "
-                "labels; give each label a weight."
-            )
+        super().__post_init__()
 
-    @cached_property
-    def _mean_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
-        weights, targets = self.train.class_weights, self.dataset.train.targets
-        of_label = torch.tensor(weights, device=self.device) if isinstance(weights, list) else None
-        if weights == "balanced":
-            without, having = ((targets == value).sum(0).clamp(min=1) for value in (0, 1))
-            of_label = (without / having).to(self.device)
-        return partial(_binary_loss, of_label, self.dataset.left_out_count > 0)
+    def balanced(self) -> Tensor:
+        without, having = ((self.dataset.train.targets == value).sum(0).clamp(min=1) for value in (0, 1))
+        return without / having
 
     def weights(self) -> Tensor | None:
-        if not self.dataset.left_out_count:
-            return None
-        return (self.dataset.train.targets != LEFT_OUT).double().mean(1)
+        return (self.dataset.train.targets != LEFT_OUT).double().mean(1) if self.dataset.left_out_count else None
 
     def output_arguments(self) -> dict[str, int]:
         return {"classes": self.dataset.train.targets.shape[1]}
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._mean_loss(outputs, targets)
+        counts = (targets != LEFT_OUT).to(outputs.dtype) if self.dataset.left_out_count else None
+        labels = targets.to(outputs.dtype)
+        return F.binary_cross_entropy_with_logits(outputs, labels, counts, pos_weight=self.class_weights)
 
     def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        losses = F.binary_cross_entropy_with_logits(outputs, targets.float(), reduction="none").double()
-        counted = losses * (targets != LEFT_OUT)
-        return counted.sum() if self.dataset.left_out_count else counted.mean(1).sum()
-
-    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the share of the right labels, [b], or whether each of the n labels that count is right, [n]."""
-        right = self.predicted(outputs) == targets
-        return right[targets != LEFT_OUT] if self.dataset.left_out_count else right.double().mean(1)
+        losses = F.binary_cross_entropy_with_logits(outputs, targets.float(), reduction="none")
+        return (losses.double() * (targets != LEFT_OUT)).sum()
 
     def predicted(self, outputs: Tensor) -> Tensor:
         return (outputs > 0).long()
@@ -111,11 +76,6 @@ class MultiLabel(LabelledTask):
     def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:  # noqa: ARG002
         """Return the number of outputs that are nearly zero."""
         return int((outputs.abs() <= nearness * outputs.abs().amax(1, keepdim=True)).sum())
-
-
-def _binary_loss(of_label: Tensor | None, some_left_out: bool, outputs: Tensor, targets: Tensor) -> Tensor:
-    counts = (targets != LEFT_OUT).to(outputs.dtype) if some_left_out else None
-    return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), counts, pos_weight=of_label)
 
 
 class Regression(Task):
@@ -216,10 +176,6 @@ class LanguageModel(LogitsTask):
 
     def output_shape(self) -> tuple[int, ...]:
         return (self.units_per_sample, *self.output_arguments().values())
-
-    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the share of a window's tokens for which the next token has the largest logit, [b]."""
-        return (self.predicted(outputs) == targets).double().mean(1)
 
     def findings(self, test_loss: float) -> dict[str, float]:
         """Return the perplexity; nothing for a loss of the user's own, which need not be a cross-entropy."""

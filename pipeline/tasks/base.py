@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -159,7 +159,7 @@ class Task(ABC):
         return outputs, targets
 
     def kept(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the outputs, with zeros in place of those whose labels are left out."""
+        """Return the outputs, with zeros in place of those whose labels are left out, if there are any."""
         return outputs
 
     def predicted(self, outputs: Tensor) -> Tensor:
@@ -264,62 +264,78 @@ class Task(ABC):
 
 
 class LabelledTask(Task):
-    """A task whose targets are labels, of which some can be ``LEFT_OUT``."""
+    """A task whose targets are labels, one or several per sample. Those that are ``LEFT_OUT`` count in no loss and no
+    score."""
+
+    def __post_init__(self) -> None:
+        weights = self.train.class_weights
+        if isinstance(weights, list) and len(weights) != (classes := self.output_shape()[-1]):
+            raise TaskError(
+                f"train.class_weights: found {len(weights)} weights, but {self.dataset.name} has {classes} classes; "
+                "give each class a weight."
+            )
+
+    @cached_property
+    def class_weights(self) -> Tensor | None:
+        """The weight of each class in the loss, float32 on the task's device; None if all classes weigh the same."""
+        weights = self.balanced() if self.train.class_weights == "balanced" else self.train.class_weights
+        return None if weights is None else torch.as_tensor(weights, dtype=torch.float32, device=self.device)
+
+    def balanced(self) -> Tensor:
+        """Return the weights with which each class counts as much as the others."""
+        counts = torch.tensor(self.dataset.class_counts).clamp(min=1)
+        return sum(self.dataset.class_counts) / (len(counts) * counts)
 
     def kept(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if not self.dataset.left_out_count:
+            return outputs
         return outputs.where((targets != LEFT_OUT).view(*targets.shape, *[1] * (outputs.ndim - targets.ndim)), 0.0)
 
-    def counted(self, targets: Tensor) -> Tensor | int:
-        """Return the number of labels that count or, if none is left out, of samples."""
-        return (targets != LEFT_OUT).sum() if self.dataset.left_out_count else len(targets)
+    def counted(self, targets: Tensor) -> Tensor:
+        """Return the number of labels that count."""
+        return (targets != LEFT_OUT).sum()
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the share of a sample's labels that are predicted right, [b], or, if labels are left out, whether each
+        of the n labels that count is, [n]."""
+        right = self.predicted(outputs) == targets
+        if self.dataset.left_out_count:
+            return right[targets != LEFT_OUT]
+        return right if right.ndim == 1 else right.flatten(1).double().mean(1)
 
 
 class LogitsTask(LabelledTask):
     """A task whose outputs are logits [b, ..., classes], and whose targets are the right classes [b, ...].
 
-    The loss is the cross-entropy. A sample's loss is the mean over the sample's rows.
-
-    Labels that are ``LEFT_OUT`` count in no loss and no score. If there are any, or if classes have weights, the loss
-    of a global batch is the sum of its labels' losses, divided by the sum of their weights: the mean of torch's
-    cross_entropy over the whole batch.
+    The loss is the cross-entropy. If labels are left out, or if classes have weights, the loss of a global batch is the
+    sum of its labels' losses, divided by the sum of their weights: the mean of torch's cross_entropy over the whole
+    batch.
     """
-
-    @cached_property
-    def class_weights(self) -> Tensor | None:
-        """The weight of each class in the loss, float32 on the task's device; None if all classes weigh the same."""
-        return None
 
     @cached_property
     def uneven(self) -> bool:
         """Whether samples can differ in how much they count in the loss."""
         return self.dataset.left_out_count > 0 or self.class_weights is not None
 
-    @cached_property
-    def _mean_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
-        smoothed = partial(F.cross_entropy, label_smoothing=self.train.label_smoothing)
-        return partial(_weighted_mean, smoothed, self.class_weights) if self.uneven else smoothed
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._mean_loss(outputs.flatten(0, -2), targets.flatten())
+        rows, labels, smoothing = outputs.flatten(0, -2), targets.flatten(), self.train.label_smoothing
+        if not self.uneven:
+            return F.cross_entropy(rows, labels, label_smoothing=smoothing)
+        return F.cross_entropy(rows, labels, self.class_weights, reduction="sum", label_smoothing=smoothing) / len(
+            labels
+        )
 
     def weights(self) -> Tensor | None:
         if not self.uneven:
             return None
-        of_class = torch.ones(self.output_shape()[-1]) if self.class_weights is None else self.class_weights.cpu()
-
-        def of(labels: Tensor) -> Tensor:
-            counts = labels != LEFT_OUT
-            return (of_class.double()[labels * counts] * counts).flatten(1).mean(1)
-
-        return torch.cat([of(labels.unsqueeze(1)) for labels in self.dataset.train.targets.split(WEIGHED_SAMPLES)])
+        weights = torch.ones(self.output_shape()[-1]) if self.class_weights is None else self.class_weights.cpu()
+        of_class = F.pad(weights.double(), (0, 1))  # the last weight is that of labels that are left out: 0
+        parts = self.dataset.train.targets.reshape(len(self.dataset.train), -1).split(WEIGHED_SAMPLES)
+        return torch.cat([of_class[labels.clamp(min=-1)].mean(1) for labels in parts])
 
     def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the losses of samples, or of labels if some are left out, without label smoothing and
-        weights of classes."""
-        row_losses = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none").double()
-        if self.dataset.left_out_count:
-            return row_losses.sum()
-        return row_losses.view(len(targets), -1).mean(1).sum()
+        """Return the sum of the labels' losses, without label smoothing and weights of classes."""
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none").double().sum()
 
     def of_labels(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         rows, labels = outputs.flatten(0, -2), targets.flatten()
@@ -345,10 +361,6 @@ class LogitsTask(LabelledTask):
             return 0
         first, second = outputs.topk(2).values.unbind(-1)
         return int((first - second <= nearness * outputs.abs().amax(-1)).sum())
-
-
-def _weighted_mean(loss: Callable[..., Tensor], class_weights: Tensor | None, rows: Tensor, labels: Tensor) -> Tensor:
-    return loss(rows, labels, class_weights, reduction="sum") / len(labels)
 
 
 class AsIndices(nn.Module):

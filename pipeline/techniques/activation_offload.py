@@ -37,9 +37,8 @@ class ActivationOffload(Technique):
         forward = step.forward
 
         def offloaded(inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
-            with _offloaded(
-                copies, {storage_of(tensor) for tensor in (*step.model.parameters(), *tree_leaves(inputs))}
-            ) as sizes:
+            stay = map(storage_of, (*step.model.parameters(), *tree_leaves(inputs)))
+            with _offloaded(copies, {*stay}) as sizes:
                 loss = forward(inputs, targets)
             self.offloaded += len(sizes)
             return loss

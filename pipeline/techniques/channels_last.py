@@ -40,8 +40,6 @@ class ChannelsLast(Technique):
             return values.contiguous(memory_format=_FORMATS.get(values.dim(), torch.preserve_format))
 
         def channels_last(inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
-            return forward(
-                arranged(inputs) if isinstance(inputs, torch.Tensor) else tree_map(arranged, inputs), targets
-            )
+            return forward(tree_map(arranged, inputs), targets)
 
         setup.step.forward = channels_last

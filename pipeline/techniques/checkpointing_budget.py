@@ -47,16 +47,13 @@ class CheckpointingBudget(ActivationCheckpointing):
         everything, least = memory.bytes(()), memory.bytes(range(len(options)))
         if not everything:
             raise ConfigError(f"{where}, but {type(model).__name__} keeps no activations; allowed: false.")
-        if least >= everything:  # such as where most of the model is frozen, which keeps few activations anyway
-            raise ConfigError(
-                f"{where}, but checkpointing saves nothing: with all {len(options)} blocks checkpointed, "
-                f"{type(model).__name__} keeps {least / everything:.1f} times its activations' bytes; allowed: false."
-            )
         if least > fraction * everything:
             smallest = math.ceil(1000 * least / everything) / 1000
+            # A model that is mostly frozen keeps few activations anyway, and checkpointing then saves nothing.
+            allowed = "a fraction from this value to 1" if smallest < 1 else "false"
             raise ConfigError(
                 f"{where}, but with all {len(options)} blocks checkpointed, {type(model).__name__} still keeps "
-                f"{smallest} of its activations' bytes; allowed: a fraction from this value to 1."
+                f"{smallest} times its activations' bytes; allowed: {allowed}."
             )
         chosen = memory.cheapest(fraction)
         self._findings = {

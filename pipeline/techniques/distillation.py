@@ -50,7 +50,7 @@ class Distillation(Technique):
         step = setup.step
         forward, criterion = step.forward, step.criterion
         alpha, temperature = self._settings.alpha, self._settings.temperature
-        keep, some_left_out = self._task.kept, self._task.dataset.left_out_count > 0
+        keep = self._task.kept
 
         def forward_both(inputs: Inputs, targets: Tensor) -> Tensor:
             with torch.no_grad():
@@ -59,10 +59,7 @@ class Distillation(Technique):
             return forward(inputs, targets)
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            both = outputs, self._taught
-            if some_left_out:
-                both = keep(outputs, targets), keep(self._taught, targets)
-            distance = self._task.distance(*both, temperature)
+            distance = self._task.distance(keep(outputs, targets), keep(self._taught, targets), temperature)
             del self._taught
             return alpha * distance + (1 - alpha) * criterion(outputs, targets)
 

@@ -5,7 +5,7 @@ They are settings of the job and not techniques, so they apply to every variant,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,18 +99,18 @@ class Averaging(Technique):
         self._module.averages = nn.ParameterList(self._averages)
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """After the block, the model has the weights again that it had before."""
-        before = [weight.detach().clone() for weight in self._weights()]
-        yield
-        _copy(before, self._weights())
-
-    @contextmanager
     def _in_model(self) -> Iterator[None]:
-        """Put the average into the model while the block runs."""
-        with self._kept():
-            _copy(self._averages, self._weights())
-            yield
+        """While the block runs, the model has the average, and the average is in turn what the model was."""
+        self._exchange()
+        yield
+        self._exchange()
+
+    def _exchange(self) -> None:
+        with torch.no_grad():
+            for average, weight in zip(self._averages, self._weights(), strict=True):
+                held = weight.clone()
+                weight.copy_(average)
+                average.copy_(held)
 
     def _read(self) -> dict[str, Any]:
         with self._in_model():
@@ -118,12 +118,6 @@ class Averaging(Technique):
         return average
 
     def _load(self, average: dict[str, Any]) -> None:
-        with self._kept():
+        self._begin()  # anew, because a pipeline may just have been cut elsewhere
+        with self._in_model():
             self._setup.model_state.load(average)
-            self._begin()
-
-
-def _copy(source: Sequence[torch.Tensor], target: list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for values, place in zip(source, target, strict=True):
-            place.copy_(values)

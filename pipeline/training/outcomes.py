@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -325,7 +326,8 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
     The ranks take disjoint shares of the split, without padding, and add up their scores, so the accuracy is that of a
     single device. Each group of ``model_processes`` consecutive ranks computes one share. The forward pass of a sharded
     model waits for all ranks, so a rank with fewer batches also evaluates a sample that is not counted.
-    A metric of the whole test set gets the outputs of all ranks in the order of the split, on the main rank's CPU.
+    A metric of the whole test set gets the outputs of all ranks in the order of the split, on the CPU of each rank; the
+    main rank's value counts.
     BatchNorm uses the main rank's running statistics. Raises ObjectiveError for a score outside 0 to 1, and for a loss
     that is not finite.
     """
@@ -368,28 +370,8 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
             "lower train.learning_rate. If your own loss is not finite for bad outputs, bound it."
         )
     if objective.over_set:
-        total, scored = _over_set(objective.over_set, scored_batches, world), 1.0
+        outputs, targets = map(torch.cat, zip(*chain(*world.gather(scored_batches)), strict=True))
+        total, scored = world.broadcast(objective.over_set(outputs, targets)), 1.0
     correct = total if scored == count else total / max(scored, 1) * count
     correct = int(correct) if correct.is_integer() else correct
     return Score(correct=correct, count=int(count), loss=loss / max(losses, 1))
-
-
-def _over_set(
-    metric: Callable[[torch.Tensor, torch.Tensor], float],
-    kept: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    world: World,
-) -> float:
-    """Return the metric of what all ranks ``kept``: outputs and targets of consecutive samples. Every rank raises the
-    main rank's ObjectiveError."""
-    pairs = [pair for of_rank in world.gather(kept) for pair in of_rank]
-    made: float | ObjectiveError = 0.0
-    if world.is_main:
-        outputs, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        try:
-            made = metric(outputs, targets)
-        except ObjectiveError as error:
-            made = error
-    made = world.broadcast(made)
-    if isinstance(made, ObjectiveError):
-        raise made
-    return made
