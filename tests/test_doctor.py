@@ -167,7 +167,8 @@ def test_patterns_and_checkpointing_are_checked_before_the_data() -> None:
         f"variants.low.lora.targets: '*.attn' matches no linear layer with a weight of its own in Sequential, {has}"
     )
     assert "variants.saving.activation_checkpointing: found true, but no block of Sequential ran again" in saving
-    assert "variants.part.activation_checkpointing: found 0.5, but with all 2 blocks checkpointed, Sequential still keeps 1." in part
+    assert "variants.part.activation_checkpointing: found 0.5, but with all 2 blocks checkpointed, Sequ" in part
+    assert part.endswith("times its activations' bytes; allowed: false.")
     assert not any("variants.saving" in fact for fact in told())
     lists: dict[str, Any] = {"frozen": ["head.*"], "no_decay": ["head.*", "vectors"], "lr_factors": {"head.*": 2.0}}
     for key, value in lists.items():

@@ -18,9 +18,8 @@ from pipeline.files import LIMIT_BYTES, PREPARED, differing, file_sha256, read_b
 from pipeline.params import Config
 from pipeline.results import RESULTS, Bench, DatasetFacts, HistoryRow, Result, RunConditions
 
-
 EQUAL = ("world_size", "hosts", "batch_size", "micro_batches", "parameter_count", "trained_count", "placement")
-"""What the training and the bench of a variant have in common."""
+"""What the training and the bench of a variant must have in common."""
 
 
 class ComparisonError(PipelineError, ValueError):

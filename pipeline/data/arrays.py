@@ -272,11 +272,10 @@ def read(paths: Iterable[Path], work: Path | None, changes: Counter[str]) -> Nam
     with TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as unpacked:
         for path in paths:
             arrays |= array_files.read(path, Path(unpacked), changes)
-    by_name = "inputs" not in arrays  # then the largest rows come first: those of images, not those of their masks
 
     def place(name: str) -> tuple[bool, int, str]:
-        first = name.removeprefix(TEST) in ("inputs", TOKENS)
-        return not first, -arrays[name][:1].nbytes if by_name else 0, name
+        """Of other inputs by name, the largest rows come first: those of images, not those of their masks."""
+        return name.removeprefix(TEST) not in ("inputs", TOKENS), -arrays[name][:1].nbytes, name
 
     return {name: arrays[name] for name in sorted(arrays, key=place)}
 

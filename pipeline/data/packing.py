@@ -42,9 +42,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         forms, tested = ({name: form_of(rows) for name, rows in split.items()} for split in (train, test))
         if tested != forms:
             raise DataError(f"training rows are {_named(forms)}, but test rows are {_named(tested)}; make them equal.")
-        (train_counts, train_left), (test_counts, test_left) = (
-            _class_counts(split, decoded.classes) for split in (train, test)
-        )
+        train_counts, test_counts = (_class_counts(split, decoded.classes) for split in (train, test))
         if decoded.classes and np.count_nonzero(train_counts) < 2:
             raise DataError(f"all training labels are {np.argmax(train_counts)}; classification needs two classes.")
         quantities = [
@@ -61,7 +59,6 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
             test_class_counts=test_counts,
             test_in_train_count=_count_known(train_digests, test_digests),
             test_repeated_count=int(np.count_nonzero(test_digests[1:] == test_digests[:-1])),
-            left_out_count=train_left + test_left,
             changes=dict(decoded.changes),
             statistics={name: statistics(name, train[name]) for name in quantities},
             files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
@@ -171,16 +168,15 @@ def _count_known(known: Digests, digests: Digests) -> int:
     return int(np.count_nonzero(known[places] == digests))
 
 
-def _class_counts(split: Mapping[str, MemoryMap], classes: Sequence[str]) -> tuple[tuple[int, ...], int]:
-    """Return the number of labels of each class, and the number of labels that are left out; () and 0 without
-    classes."""
+def _class_counts(split: Mapping[str, MemoryMap], classes: Sequence[str]) -> tuple[int, ...]:
+    """Return the number of labels of each class, without those that are left out; () without classes."""
     if not classes:
-        return (), 0
+        return ()
     counts, labels = np.zeros(len(classes), np.int64), split["targets"].reshape(-1)
     for start in range(0, len(labels), STATISTICS_CHUNK_BYTES // 8):
         chunk = labels[start : start + STATISTICS_CHUNK_BYTES // 8]
         counts += np.bincount(chunk[chunk != LEFT_OUT], minlength=len(classes))
-    return tuple(counts.tolist()), len(labels) - int(counts.sum())
+    return tuple(counts.tolist())
 
 
 def _named(forms: Mapping[str, str]) -> str:

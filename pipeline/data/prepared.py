@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import mmap
-import operator
 import os
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.data import DataError
 from pipeline.errors import ConfigError, first_line
@@ -122,6 +121,7 @@ class Dataset:
     """Number of test inputs that repeat an earlier test input; None if not counted."""
     class_counts: tuple[int, ...] = ()
     """Number of training labels of each class; empty if the targets are not labels."""
+    test_class_counts: tuple[int, ...] = ()
     left_out_count: int = 0
     """Number of labels, of both splits, that are ``LEFT_OUT``."""
 
@@ -150,8 +150,6 @@ class Description(BaseModel):
     test_in_train_count: int | None = None
     """``Dataset`` explains this count and the next."""
     test_repeated_count: int | None = None
-    left_out_count: int = Field(0, exclude_if=operator.not_)
-    """Number of labels, of both splits, that are ``LEFT_OUT``."""
     changes: dict[str, int] = {}
     """What ``prepare`` left out or changed -> how often."""
     statistics: dict[str, Statistics]
@@ -193,18 +191,21 @@ def read(directory: Path) -> Dataset:
             rows.base.madvise(mmap.MADV_RANDOM)
         return Split({array: torch.from_numpy(np.asarray(rows)) for array, rows in opened.items()}, large)
 
+    train, test = (split(name, getattr(description, f"{name}_count")) for name in ("train", "test"))
+    counts = (*description.train_class_counts, *description.test_class_counts)
     return Dataset(
         name=description.name,
         sha256=description.sha256,
         classes=description.classes,
         vocabulary=description.vocabulary,
         statistics=description.statistics,
-        train=split("train", description.train_count),
-        test=split("test", description.test_count),
+        train=train,
+        test=test,
         test_in_train_count=description.test_in_train_count,
         test_repeated_count=description.test_repeated_count,
         class_counts=description.train_class_counts,
-        left_out_count=description.left_out_count,
+        test_class_counts=description.test_class_counts,
+        left_out_count=train.targets.numel() + test.targets.numel() - sum(counts) if counts else 0,
     )
 
 

@@ -50,9 +50,7 @@ def load(model: nn.Module, train: Train) -> None:
             f"{where} does not fit {train.model}: {'; '.join(wrong[:LISTED]) or 'no name is known'}{more}. Set "
             "train.allow_new to patterns of what begins with new values, such as [head.*]."
         )
-    with torch.no_grad():
-        for name, values in fitting.items():
-            tensors[name].copy_(values)
+    model.load_state_dict(fitting, strict=False)
 
 
 def read(path: Path) -> dict[str, Tensor]:

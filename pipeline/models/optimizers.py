@@ -33,14 +33,12 @@ class OptimizerChoice:
 
 def grouped(train: Train, named: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
     """Return the groups of those ``named`` parameters that require a gradient: one group for each combination of
-    learning rate and weight decay.
+    learning rate and weight decay, and the plain one even without parameters.
 
     A parameter on the meta device counts, but is in no list: it is in another stage of a pipeline. So all stages have
     the same groups, some of which may be empty.
     """
-    groups: dict[tuple[float, bool], list[torch.Tensor]] = (
-        {} if train.no_decay or train.lr_factors else {(1.0, True): []}
-    )
+    groups: dict[tuple[float, bool], list[torch.Tensor]] = {(1.0, True): []}
     for name, parameter in named:
         if parameter.requires_grad:
             decays = not (matches(name, train.no_decay) or ("vectors" in train.no_decay and parameter.dim() < 2))
@@ -113,9 +111,8 @@ def of_job(train: Train) -> OptimizerChoice:
     """Return the optimizer of ``train``, with torch's fused kernels, which exist for CPU and CUDA."""
     common = {"lr": train.learning_rate, "weight_decay": train.weight_decay, "fused": True}
     if train.optimizer == "adamw":
-        return OptimizerChoice(
-            torch.optim.AdamW, common | {"betas": (train.momentum, train.beta2), "eps": train.epsilon}
-        )
+        moments = {"betas": (train.momentum, train.beta2), "eps": train.epsilon}
+        return OptimizerChoice(torch.optim.AdamW, common | moments)
     return OptimizerChoice(SGD, common | {"momentum": train.momentum, "nesterov": train.momentum > 0})
 
 

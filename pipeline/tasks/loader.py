@@ -118,9 +118,8 @@ class _Samples(TorchDataset[Batch]):
         if augment.cutout:
             upper, begin = row - augment.cutout // 2, column - augment.cutout // 2
             inputs = tree_map(torch.clone, inputs)
-            tree_leaves(inputs)[0][
-                :, max(0, upper) : upper + augment.cutout, max(0, begin) : begin + augment.cutout
-            ] = 0
+            image = tree_leaves(inputs)[0]
+            image[:, max(0, upper) : upper + augment.cutout, max(0, begin) : begin + augment.cutout] = 0
         return inputs, target
 
 

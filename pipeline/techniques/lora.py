@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 
 from pipeline.distributed import own_part, whole
 from pipeline.models.optimizers import check_matching, matches
-from pipeline.params.variants import Lora as Settings
 from pipeline.techniques.base import Setup, Technique
 
 PARTS = ("lora_a", "lora_b")
@@ -34,12 +34,12 @@ class Lora(Technique):
         assert settings is not None
         self._scale = settings.alpha / settings.rank
         where, kind = f"variants.{self.plan.name}.lora", type(model).__name__
-        layers = targets(model, settings.model_copy(update={"targets": ["*"]}))
-        check_matching(f"{where}.targets", settings.targets, layers, f"linear layer with a weight of its own in {kind}")
+        of_its_own = f"linear layer with a weight of its own in {kind}"
+        check_matching(f"{where}.targets", settings.targets, targets(model, ["*"]), of_its_own)
         check_matching(f"{where}.train", settings.train, dict(model.named_parameters()), f"parameter of {kind}")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and matches(name, settings.train))
-        for layer in targets(model, settings).values():
+        for layer in targets(model, settings.targets).values():
             _adapt(layer, settings.rank, self._scale)
         setup.trained_count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
@@ -48,30 +48,23 @@ class Lora(Technique):
 
     def _merged(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of the model without adapters, whose changes are added to the weights."""
-        merged = {}
-        for name, held in state.items():
-            factors = [state.get(name.removesuffix("weight") + part) for part in PARTS]
-            if name.endswith(PARTS):
-                continue
-            merged[name] = held
-            if name.endswith("weight") and None not in factors:
-                first, second = whole(factors[0]), own_part(factors[1])  # a rank's rows of B make its rows of W
-                merged[name] = own_part(held) + self._scale * (second @ first.to(second.device))
-                if hasattr(held, "device_mesh"):
-                    from pipeline.techniques.sharded_state import Layout  # only with fsdp: the import takes a second
-
-                    merged[name] = Layout(held.device_mesh, held.placements, held.shape).dtensor(merged[name])
+        merged = {name: held for name, held in state.items() if not name.endswith(PARTS)}
+        for layer in (name.removesuffix(PARTS[0]) for name in state if name.endswith(PARTS[0])):
+            first, second = (state[layer + part] for part in PARTS)
+            merged[layer + "weight"] = changed = merged[layer + "weight"].clone()
+            rows = own_part(second)  # of B, which make the rank's rows of W
+            own_part(changed).add_(self._scale * (rows @ whole(first).to(rows.device)))
         return merged
 
 
-def targets(model: nn.Module, settings: Settings) -> dict[str, nn.Linear]:
-    """Return the linear layers that the settings adapt, by name. A layer that shares its weight, such as a tied head,
-    is left out: the changed weight would not be that of the other layer."""
+def targets(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
+    """Return the linear layers that the ``patterns`` match, by name. A layer that shares its weight, such as a tied
+    head, is left out: the changed weight would not be that of the other layer."""
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     return {
         name: part
         for name, part in model.named_modules()
-        if type(part) is nn.Linear and matches(name, settings.targets) and uses[id(part.weight)] == 1
+        if type(part) is nn.Linear and matches(name, patterns) and uses[id(part.weight)] == 1
     }
 
 

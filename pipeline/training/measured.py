@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeline import results
-from pipeline.data.prepared import LEFT_OUT, Dataset
+from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.measurement.detectors import of_clock, of_memory, of_steps
 from pipeline.measurement.windows import Clock, Memory, percentile_ms
@@ -30,11 +30,7 @@ from pipeline.training.loop import Training
 
 def dataset_of(dataset: Dataset) -> results.DatasetFacts:
     """Describe the data set for a result."""
-    most_frequent = None
-    if dataset.classes:
-        labels = dataset.test.targets.flatten()
-        counts = torch.bincount(labels[labels != LEFT_OUT].long(), minlength=len(dataset.classes))
-        most_frequent = int(counts.max()) / max(int(counts.sum()), 1)
+    counts = dataset.test_class_counts
     return results.DatasetFacts(
         name=dataset.name,
         sha256=dataset.sha256,
@@ -42,7 +38,7 @@ def dataset_of(dataset: Dataset) -> results.DatasetFacts:
         test_count=len(dataset.test),
         test_in_train_count=dataset.test_in_train_count,
         test_repeated_count=dataset.test_repeated_count,
-        most_frequent_fraction=most_frequent,
+        most_frequent_fraction=max(counts) / max(sum(counts), 1) if counts else None,
     )
 
 

@@ -351,7 +351,7 @@ class Verifier:
     def _adapted(self, plan: Plan) -> list[str]:
         """Return the names of the weights that the variant changes by adapters."""
         settings = plan.applied.lora
-        return [f"{name}.weight" for name in targets(self._plain(plan), settings)] if settings else []
+        return [f"{name}.weight" for name in targets(self._plain(plan), settings.targets)] if settings else []
 
     def _plain(self, plan: Plan) -> nn.Module:
         with randomness.kept():
