@@ -127,7 +127,7 @@ def test_a_language_model_predicts_the_next_token() -> None:
     right[0, :3] = right[0, :3].roll(1, -1)
     assert task.scores(right, targets).tolist() == [0.75, 1.0, 1.0, 1.0]
     logits = torch.randn(4, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    assert task.loss(logits, targets).item() == pytest.approx(task.test_losses(logits, targets).item() / 4)
+    assert task.loss(logits, targets).item() == pytest.approx(task.test_losses(logits, targets).item() / (4 * LENGTH))
     assert task.findings(math.log(7.0)) == pytest.approx({"perplexity": 7.0})
 
 

@@ -321,8 +321,8 @@ def _check(name: str, model: nn.Module, inputs: Any, outputs: tuple[int, ...]) -
         others = {key: value for key, value in state.items() if key not in tensors and not keeping.is_plain(value)}
         if others:
             raise ModelError(
-                f"train.model: the state dict of {name} has {others}, which no checkpoint can hold; expected plain "
-                "tensors, and from get_extra_state also numbers, text, and lists and dicts of these or of tensors."
+                f"train.model: the state dict of {name} has {shorten(str(others), 99)}, which no checkpoint can hold; "
+                "expected plain tensors, and from get_extra_state also numbers, text, and lists and dicts of these."
             )
         try:
             tried.load_state_dict(state)

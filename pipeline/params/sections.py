@@ -189,7 +189,7 @@ class Train(Section):
     outputs and targets to a score from 0 to 1 per sample. Results, margins and target_accuracy use the mean score."""
     metric_over: Literal["samples", "test_set"] = Field("samples", exclude_if="samples".__eq__)
     """test_set: your metric is a function of all outputs and targets of the test set, such as macro-F1, and returns a
-    number from 0 to 1. Or it is an object with update and compute, such as one of torchmetrics, or its class."""
+    number from 0 to 1. Or it is an object of torchmetrics, or a class with update and compute."""
     files: list[str] = Field([], exclude_if=operator.not_)
     """Files, and folders of files, that code of your own reads, such as settings.json. A change of such a file trains
     and measures again. Training and bench refuse to read a file of the work tree that is not listed here."""
