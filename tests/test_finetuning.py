@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline.data.prepared import Dataset, Split
 from pipeline.environment import code
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.models.finetuning import INDEX, WeightsError
+from pipeline.models.optimizers import optimizer_of
 from pipeline.params import check_names, parse
 from pipeline.plans import plan as plan_of
 from pipeline.training.checkpoints import state_sha256
@@ -171,6 +173,32 @@ def test_full_and_low_rank_tuning_learn_from_weights(pretrained: dict[str, torch
     for measured, foreseen in (plain, adapted):
         assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
     assert adapted[0].optimizer_state_bytes < 0.5 * plain[0].optimizer_state_bytes
+
+
+def test_low_rank_tuning_is_that_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    changes = {"schedule": "constant", "warmup_fraction": 0.0, "epochs": 4, "history_every_steps": 1}
+    train = CAUSAL.model_copy(update=changes)
+    plain, ours = (
+        make_training(DATA["language_model"], train=train, **applied)
+        for applied in ({}, {"lora": {"targets": ["*"], "rank": 4, "alpha": 8}})
+    )
+    state = ours.model.state_dict()
+    layers = [name.removesuffix(".lora_a") for name in state if name.endswith(".lora_a")]
+    theirs = peft.get_peft_model(plain.model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=layers))
+    for layer in layers:
+        adapted = theirs.get_submodule(f"base_model.model.{layer}")
+        for factors, own in ((adapted.lora_A, "lora_a"), (adapted.lora_B, "lora_b")):
+            factors["default"].weight.data.copy_(state[f"{layer}.{own}"])
+    optimizer, losses = optimizer_of(train, theirs), []
+    for inputs, targets in chain(*map(plain.batches.epoch, range(train.epochs))):
+        optimizer.zero_grad()
+        loss = plain.task.objective.loss(theirs(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert learned(ours)[0] == losses
+    assert state_sha256(ours.weights()) == state_sha256(theirs.merge_and_unload().state_dict())
 
 
 def test_patterns_of_adapters_must_match(digits: Dataset) -> None:
