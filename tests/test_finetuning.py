@@ -179,10 +179,8 @@ def test_low_rank_tuning_is_that_of_peft() -> None:
     peft = pytest.importorskip("peft")
     changes = {"schedule": "constant", "warmup_fraction": 0.0, "epochs": 4, "history_every_steps": 1}
     train = CAUSAL.model_copy(update=changes)
-    plain, ours = (
-        make_training(DATA["language_model"], train=train, **applied)
-        for applied in ({}, {"lora": {"targets": ["*"], "rank": 4, "alpha": 8}})
-    )
+    plain = make_training(DATA["language_model"], train=train)
+    ours = make_training(DATA["language_model"], train=train, lora={"targets": ["*"], "rank": 4, "alpha": 8})
     state = ours.model.state_dict()
     layers = [name.removesuffix(".lora_a") for name in state if name.endswith(".lora_a")]
     theirs = peft.get_peft_model(plain.model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=layers))

@@ -150,7 +150,7 @@ def test_a_job_without_them_has_the_plain_step() -> None:
 def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TaskError, match="found 2 weights, but sequences has 3 classes"):
         task_of(sequences(), settings(class_weights=[1.0, 2.0]))
-    with pytest.raises(ConfigError, match="class_weights: found balanced, which the loss 'mean_squared_error'"):
+    with pytest.raises(ConfigError, match="class_weights: found balanced, which 'mean_squared_error' ignores"):
         parse({"train": {"task": "regression", "class_weights": "balanced"}, "variants": {"baseline": {}}})
 
 

@@ -45,9 +45,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         train_counts, test_counts = (_class_counts(split, decoded.classes) for split in (train, test))
         if decoded.classes and np.count_nonzero(train_counts) < 2:
             raise DataError(f"all training labels are {np.argmax(train_counts)}; classification needs two classes.")
-        quantities = [
-            name for name in (*input_names(train), "targets") if name in train and measures(name, train[name])
-        ]
+        of_task = [name for name in (*input_names(train), "targets") if name in train]
         description = Description(
             name=" ".join(filter(None, (config.fetch.dataset, decoded.version))),
             classes=decoded.classes,
@@ -60,7 +58,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
             test_in_train_count=_count_known(train_digests, test_digests),
             test_repeated_count=int(np.count_nonzero(test_digests[1:] == test_digests[:-1])),
             changes=dict(decoded.changes),
-            statistics={name: statistics(name, train[name]) for name in quantities},
+            statistics={name: statistics(name, train[name]) for name in of_task if measures(name, train[name])},
             files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
         )
         description = description.model_copy(update={"sha256": description.digest()})

@@ -16,6 +16,8 @@ from pipeline.errors import PipelineError, count
 from pipeline.params import Train
 from pipeline.processes import randomness
 
+OfBatch = Callable[[Tensor, Tensor], Tensor]
+"""A function of outputs [b, ...] and targets [b, ...]."""
 RESOLUTION = 2.0**20
 """A metric's scores are rounded to multiples of 1 / ``RESOLUTION``. Sums of up to 2^32 such scores are exact in
 float64, so a sum does not depend on how the samples are distributed over processes."""
@@ -29,11 +31,11 @@ class ObjectiveError(PipelineError):
 class Objective:
     """Functions of the model's outputs float32 [b, ...] and the targets [b, ...] for b samples."""
 
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: OfBatch
     """Returns the mean loss, a scalar with a gradient."""
-    test_losses: Callable[[Tensor, Tensor], Tensor]
+    test_losses: OfBatch
     """Returns the sum of the losses of samples, or of the labels that count, a float64 scalar."""
-    scores: Callable[[Tensor, Tensor], Tensor]
+    scores: OfBatch
     """Returns each sample's score, [b]: true or false, or a number from 0 to 1. Or the scores of the labels that
     count."""
     counted: Callable[[Tensor], Tensor | int]
@@ -122,9 +124,9 @@ def _check_scores(where: str, objective: Objective, outputs: Tensor, targets: Te
         )
 
 
-def _own_loss(train: Train, device: torch.device, arguments: Mapping[str, int]) -> Callable[[Tensor, Tensor], Tensor]:
+def _own_loss(train: Train, device: torch.device, arguments: Mapping[str, int]) -> OfBatch:
     factory = _loss_factory(train.loss)
-    loss: Callable[[Tensor, Tensor], Tensor] = factories.call(
+    loss: OfBatch = factories.call(
         factory, train.loss, "train.loss", train.loss_options, error=ObjectiveError, **arguments
     )
     if not callable(loss):
@@ -164,12 +166,7 @@ def _over_set(name: str, metric: Any, outputs: Tensor, targets: Tensor) -> float
     return score
 
 
-def _summed(
-    loss: Callable[[Tensor, Tensor], Tensor],
-    counted: Callable[[Tensor], Tensor | int],
-    outputs: Tensor,
-    targets: Tensor,
-) -> Tensor:
+def _summed(loss: OfBatch, counted: Callable[[Tensor], Tensor | int], outputs: Tensor, targets: Tensor) -> Tensor:
     return loss(outputs, targets).double() * counted(torch.zeros_like(targets))  # as if no label were left out
 
 

@@ -325,10 +325,7 @@ def _own_code(train: Train) -> Iterator[str]:
     if train.metric_over == "test_set" and ":" not in train.metric:
         yield f"train.metric_over: found 'test_set', but {train.metric!r} is a score per sample; set 'samples'."
     if train.class_weights and (train.task, train.loss) not in sections.WEIGH_CLASSES:
-        yield (
-            f"train.class_weights: found {train.class_weights}, which the loss {train.loss!r} of {train.task!r} "
-            "ignores; set null."
-        )
+        yield f"train.class_weights: found {train.class_weights}, which {train.loss!r} ignores; set null."
     for key in ("beta2", "epsilon"):
         if train.optimizer == "sgd" and getattr(train, key) != Train.model_fields[key].default:
             yield f"train.{key}: found {getattr(train, key)}, which sgd ignores; take it out, or set optimizer: adamw."
