@@ -13,7 +13,7 @@ from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison, EqualTime
 from pipeline.comparison.consistency import ComparisonError, broken_links, read_all
 from pipeline.comparison.stats import Decision, decide
-from pipeline.comparison.summaries import accuracy_differences, equal_time, time_to_target
+from pipeline.comparison.summaries import accuracy_differences, equal_time, over_rounds, time_to_target
 from pipeline.files import file_sha256
 from pipeline.params import Compare, Margins
 from pipeline.report import facts, markdown
@@ -24,6 +24,7 @@ from pipeline.results.figures import (
     MEMORY,
     PREDICTION_ERROR,
     START,
+    STEP_P50,
     THROUGHPUT,
     TRAINING,
     UTILISATION,
@@ -587,3 +588,9 @@ def test_every_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     ):
         assert f"{tmp_path / file} {said}" in message
     assert sum("dvc repro" in line for line in message.splitlines()) == 7
+
+
+@pytest.mark.parametrize(("accepted", "shown"), [(3, None), (2, 12.8)])
+def test_percentiles_of_few_judged_rounds_stay_unknown(accepted: int, shown: float | None) -> None:
+    disturbed = make_window(step_p50_ms=None)  # accepted by a raised limit: it has kept its speed alone
+    assert over_rounds(STEP_P50, [disturbed] * accepted + [make_window()] * 2) == shown

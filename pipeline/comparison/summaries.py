@@ -20,6 +20,7 @@ from pipeline.results.figures import (
     MEMORY,
     PREDICTION_ERROR,
     PRICE,
+    QUANTITIES,
     THROUGHPUT,
     UTILISATION,
     Figure,
@@ -127,9 +128,11 @@ def of_session(session: Sitting, variants: Sequence[str]) -> SessionSummary:
 
 
 def over_rounds(figure: Figure, samples: Sequence[Window]) -> Any:
-    """Join the values of ``figure`` in the rounds in which it is known; return None if there are none."""
-    known = figure.known(samples)
-    if not known:
+    """Join the values of ``figure`` in the rounds in which it is known. Return None if there are none, or if they are
+    less than half of the rounds in which the family's compared figure is known: a round that a raised limit accepts
+    later has kept its speed alone (``results.Arm.undisturbed``)."""
+    known, family = figure.known(samples), [compared for compared in QUANTITIES if compared.margin == figure.family]
+    if not known or any(2 * len(known) < len(compared.known(samples)) for compared in family):
         return None
     return sum(known) if figure.over_rounds == "sum" else statistics.median(known)
 
