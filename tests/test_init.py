@@ -232,7 +232,9 @@ def test_images_get_what_this_machine_can_run(
     assert config.variants["memory"].activation_checkpointing is True
     text = (repository / "params.yaml").read_text(encoding="utf-8")
     assert text.count("#") > 40, "the comments of params.yaml stay"
-    assert f"{len(variants)} variants; the bench takes {minutes:g} minutes, or" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{len(variants)} variants; the bench takes {minutes:g} minutes, or" in said
+    assert "commit these files, but not shots: " in said
     assert ("#   ddp: with fewer than 2 GPUs" in text) is (machine is CPU_ONLY)
     assert text.count("variants:\n") == 1
     assert "  image_size: [64, 64]        # for image_folder: [height, width]\n" in text
@@ -248,9 +250,13 @@ def test_images_get_what_this_machine_can_run(
         ({"inputs": np.zeros((640, 9), np.int64)}, "language_model", "gpt"),
     ],
 )
-def test_arrays_get_the_task_of_their_types(arrays: dict[str, Any], task: str, model: str, repository: Path) -> None:
+def test_arrays_get_the_task_of_their_types(
+    arrays: dict[str, Any], task: str, model: str, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.savez(repository / "mine.npz", **arrays)
+    add(repository / ".gitignore", "*.npz\n")
     assert cli.main(["init", "--arrays", "mine.npz"]) == 0
+    assert "commit these files. Then" in capsys.readouterr().out
     config = load()
     assert (config.fetch.dataset, config.fetch.arrays) == ("arrays", "mine.npz")
     assert (config.train.task, config.train.model, config.train.batch_size) == (task, model, 32)

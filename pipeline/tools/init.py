@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -130,9 +130,17 @@ def run(
             f"init: {PARAMS_FILE} has {len(config.variants)} variants; the bench takes {config.bench.max_minutes:g} "
             "minutes, or more if six rounds do. Set the epochs, the optimizer and the learning rate of your own "
             "training in this file.\n"
-            "init: commit these files. Then `dvc repro prepare && python -m pipeline try` ranks the variants in five "
-            "minutes, `python -m pipeline verify` shows whether each trains, and `dvc repro` which of them pay."
+            f"init: commit these files{_without(requested.values())}. Then "
+            "`dvc repro prepare && python -m pipeline try` ranks the variants in five minutes, "
+            "`python -m pipeline verify` shows whether each trains, and `dvc repro` which of them pay."
         )
+
+
+def _without(paths: Iterable[str]) -> str:
+    """Name those of the user's data that `git add` would take, because they are in the work tree and not ignored."""
+    listing = ["git", "ls-files", "--others", "--exclude-standard", "--"]  # it fails for a path outside
+    theirs = [path for path in paths if subprocess.run([*listing, path], capture_output=True).stdout]
+    return f", but not {', '.join(theirs)}: `prepare` keeps the data in DVC's cache" if theirs else ""
 
 
 def _top() -> Path:
