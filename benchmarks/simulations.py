@@ -116,7 +116,7 @@ def looking(
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Simulate a variant with the ratio ``truth``; return the results of two stopping rules.
 
-    One rule measures all ``rounds``. The other looks after every second round, and stops as soon as a 99.5% interval
+    One rule measures all ``rounds``. The other looks after each round, and stops as soon as a 99% interval
     decides.
 
     The results are the fractions of trials whose interval contains the truth (``coverage``), whose decision is
@@ -145,7 +145,7 @@ def looking(
             base, control, variant = (arm[:number] for arm in arms)
             return measured(base, control, variant + math.log(truth), confidence)
 
-        looks = ((number, after(number, confidence_of(look=True))) for number in range(FEWEST_PAIRS, rounds, 2))
+        looks = ((number, after(number, confidence_of(look=True))) for number in range(FEWEST_PAIRS, rounds))
         decisive = (number for number, seen in looks if seen.trusted and decide(seen.widened, MARGIN) != "undecided")
         for rule, number in zip(results, (rounds, next(decisive, rounds)), strict=True):
             seen = after(number)
@@ -267,7 +267,7 @@ def drifting(
 def many(
     variants: int, truth: float, *, together: bool, within: float = 0.03, rounds: int = 20, trials: int = 500
 ) -> dict[str, float]:
-    """Simulate a bench of ``variants`` that all have the ratio ``truth``, with looks after every second round.
+    """Simulate a bench of ``variants`` that all have the ratio ``truth``, with looks after each round.
 
     ``together``: decide all variants together (``stats.step_down``), or each by itself. Returns the fraction of benches
     in which at least one decision is ``wrong`` (``_wrong``), that of ``decided`` variants, and the mean number of
@@ -308,7 +308,7 @@ def _looked(base: Logs, control: Logs, arms: Sequence[Logs], *, together: bool) 
 
         return decisions(step_down(lambda undecided: [x for x in decisions(undecided) if x in _NO_DECISION], len(arms)))
 
-    for number in range(FEWEST_PAIRS, rounds, 2):
+    for number in range(FEWEST_PAIRS, rounds):
         for place, decision in enumerate(decisions_at(number, look=True)):
             if decision not in _NO_DECISION:
                 ends[place] = min(ends[place], number)

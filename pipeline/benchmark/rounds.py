@@ -76,7 +76,7 @@ def measure(
     ``FEWEST_PAIRS`` on, ``decided`` is called after each round. The measurement ends when ``decided`` returns True, or
     after ``max_rounds`` rounds. ``keep`` is called after each round.
 
-    ``settled``: returns the variants that are settled; it is called after every second round from ``first_look`` on.
+    ``settled``: returns the variants that are settled; it is called after each round from ``first_look`` on.
     Their arms take no part in later rounds, and the measurement ends when only the baseline is left.
 
     ``memory_known``: called after each round until it returns True; later rounds then measure no memory, if every
@@ -166,7 +166,7 @@ def measure(
                 longest = max(longest, now - began)
                 if len(rounds) >= FEWEST_PAIRS and decided(so_far()):
                     break
-                if len(rounds) >= first_look and len(rounds) % 2 == 0 and (closed := settled(so_far())):
+                if len(rounds) >= first_look and (closed := settled(so_far())):
                     still = [spec for spec in running if spec.variant not in closed]
                     longest *= len(still) / len(running)
                     running = still

@@ -22,6 +22,7 @@ from pipeline.results.figures import (
     MEMORY,
     QUANTITIES,
     RANK_WAIT,
+    THROUGHPUT,
     Figure,
 )
 from pipeline.results.rejections import Rejection
@@ -135,36 +136,35 @@ def joined(
     ranks: Sequence[OfRank], more: Iterable[Rejection] = (), *, requested_steps: int, warmup: int, on_cpu: bool
 ) -> Window:
     """Combine what the ranks measured into one record. ``more``: reasons to reject it that concern no single rank."""
-    figures, steps, seconds, of_ranks, hosts = zip(*ranks, strict=True)
+    figures, steps, seconds, reasons, hosts = zip(*ranks, strict=True)
     rejected = [*of_steps(steps, requested=requested_steps, warmup=warmup)]
-    for rank, rejections in enumerate(of_ranks):
-        of_rank = [rejection.of_rank(rank, hosts[rank]) for rejection in rejections]
-        rejected += of_rank if len(ranks) > 1 else rejections
+    for rank, rejections in enumerate(reasons):
+        named = [rejection.of_rank(rank, hosts[rank]) for rejection in rejections]
+        rejected += named if len(ranks) > 1 else rejections
     rejected += more
     void = {figure.margin: bool(rejected) for figure in QUANTITIES}
     void["memory"] = any(rejection.voids_memory for rejection in rejected)  # noise in time does not change a peak
     slowest = seconds.index(max(seconds))
-    joined: dict[str, Any] = {
+    values: dict[str, Any] = {
         figure.field: None
         if void.get(figure.family)
-        else _over_ranks(figure, [values[figure.field] for values in figures], slowest, hosts, on_cpu=on_cpu)
+        else _over_ranks(figure, [own[figure.field] for own in figures], slowest, hosts, on_cpu=on_cpu)
         for figure in FIGURES
         if figure.over_ranks and figure.field in figures[0]
     }
-    if loads := [values[FOREIGN_LOAD.field] for values in figures if FOREIGN_LOAD.field in values]:
-        joined[FOREIGN_LOAD.field] = max(loads)  # one process of each host measures it
-    disturbed = {}
+    if loads := [own[FOREIGN_LOAD.field] for own in figures if FOREIGN_LOAD.field in own]:
+        values[FOREIGN_LOAD.field] = max(loads)  # one process of each host measures it
     if rejected and all(rejection.of_machine for rejection in rejected):
-        disturbed["disturbed_samples_per_second"] = figures[slowest]["samples_per_second"]
-    arithmetic = () if joined.get(ARITHMETIC.field) is None else [values[ARITHMETIC.field] for values in figures]
+        values["disturbed_samples_per_second"] = figures[slowest][THROUGHPUT.field]
+    arithmetic = () if values.get(ARITHMETIC.field) is None else [own[ARITHMETIC.field] for own in figures]
+    if arithmetic:
+        values |= waits(arithmetic, 1e3 * max(seconds) / min(steps), values[INPUT_WAIT.field])
     return Window.model_validate(
-        {
-            **joined,
-            **disturbed,
-            **(waits(arithmetic, 1e3 * max(seconds) / min(steps), joined[INPUT_WAIT.field]) if arithmetic else {}),
+        values
+        | {
             "arithmetic_rank_ms": arithmetic,
             "measured_steps": min(steps),
-            "peak_memory_rank_bytes": [values[MEMORY.field] for values in figures],
+            "peak_memory_rank_bytes": [own[MEMORY.field] for own in figures],
             "rejections": tuple(rejected),
         }
     )
