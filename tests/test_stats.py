@@ -47,9 +47,9 @@ def assert_close(actual: Difference, expected: Difference) -> None:
 
 
 def test_the_confidence_grows_with_the_number_of_undecided_variants() -> None:
-    """Half of an interval's error, times the number of variants, is 5%; a look has a fifth of the error."""
+    """Half of an interval's error, times the number of variants, is 5%; a look has a tenth of the error."""
     assert [confidence_of(number) for number in (0, 1, 2, 4, 10)] == pytest.approx([0.95, 0.95, 0.95, 0.975, 0.99])
-    assert [confidence_of(number, look=True) for number in (1, 10)] == pytest.approx([0.99, 0.998])
+    assert [confidence_of(number, look=True) for number in (1, 2, 10)] == pytest.approx([0.99, 0.995, 0.999])
     assert [confidence_of_tests(number) for number in (0, 1, 2, 10)] == pytest.approx([0.95, 0.95, 0.975, 0.995])
 
 

@@ -316,8 +316,8 @@ def test_a_variant_is_settled_when_figures_are_decided(speed: float, mib: float,
 
 
 def test_settled_alone_may_be_open_among_many() -> None:
-    """A look at ten undecided variants has a confidence of 99.8% instead of 99%."""
-    alike = [windows(1049 + 0.01 * number, variant=f"v{number}") for number in range(10)]
+    """A look at ten undecided variants has a confidence of 99.9% instead of 99%."""
+    alike = [windows(1050 + 0.01 * number, variant=f"v{number}") for number in range(10)]
     assert settled(alike[0]) == {"v0"}
     assert settled(*alike) == set()
     assert settled(alike[0], windows(1500, variant="fast")) == {"v0", "fast"}

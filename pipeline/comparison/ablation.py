@@ -35,12 +35,7 @@ def shares(table: Table, accuracies: Mapping[str, Difference], margins: Margins)
         stacked = _ratios(table.present, column(variant), ("without", variant, technique), margins)
         trained = _trained(arms, alone, accuracies) if alone else None
         accuracy = accuracies[trained] if trained else None
-        outcomes = [accuracy.outcomes()] if accuracy else []
-        outcomes += [
-            ratio.outcomes(higher_is_better=figure.higher_is_better)
-            for figure, ratio in added.items()
-            if alone and ratio.margin and not verdicts.unmeasurable((alone, arms[base]), figure)
-        ]
+        outcomes = verdicts.outcomes(added, (alone, arms[base]), accuracy) if alone else {}
         effects.append(
             Share(
                 variant=variant,
@@ -49,7 +44,7 @@ def shares(table: Table, accuracies: Mapping[str, Difference], margins: Margins)
                 **fields_of(stacked, "stacked_"),
                 accuracy=accuracy,
                 accuracy_from=trained,
-                verdict=verdicts.verdict(outcomes) if alone else None,
+                verdict=verdicts.verdict([*outcomes.values()]) if alone else None,
                 interaction=_interaction(added, stacked),
             )
         )
@@ -78,15 +73,15 @@ def _interaction(added: Mapping[Figure, Difference], stacked: Mapping[Figure, Di
     """Return a sentence for each quantity on which the technique acts differently in combination with other techniques.
 
     The technique acts differently if the quantity's added and stacked ratios differ by more than the margin and their
-    intervals do not overlap. Unknown and untrusted ratios are left out. Return None if there is no such quantity.
+    intervals do not overlap. Unknown and untrusted ratios are left out. Return None if there is no such figure.
     """
     sentences = []
-    for quantity in (figure for figure in added if figure in stacked):
-        alone, combined = added[quantity], stacked[quantity]
+    for figure in (figure for figure in added if figure in stacked):
+        alone, combined = added[figure], stacked[figure]
         if alone.why_untrusted or combined.why_untrusted:
             continue
         (low, high), (least, most) = alone.bounds, combined.bounds
         apart = high < least or most < low
         if apart and abs(math.log((alone.estimate or 1.0) / (combined.estimate or 1.0))) > math.log1p(alone.margin):
-            sentences.append(f"The effect on {quantity.noun} is different in combination with the other techniques.")
+            sentences.append(f"The effect on {figure.noun} is different in combination with the other techniques.")
     return " ".join(sentences) or None

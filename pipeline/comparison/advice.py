@@ -73,14 +73,14 @@ def of_variant(
     found the variant's ratios settled. ``as_baseline``: True if the variant's techniques are skipped, so that it trains
     like the baseline.
     """
-    shared = [ratios[quantity].why_untrusted or "" for quantity in of_machine]
-    others = {quantity: ratio for quantity, ratio in ratios.items() if quantity not in of_machine}
+    shared = [ratios[figure].why_untrusted or "" for figure in of_machine]
+    others = {figure: ratio for figure, ratio in ratios.items() if figure not in of_machine}
     if as_baseline:
         untrusted = [ratio.why_untrusted for ratio in others.values() if ratio.why_untrusted]
         return (*untrusted, "on this machine it trains exactly like the baseline, so a difference is noise"), (*shared,)
     cost = planning.cost_of(bench, bench.rounds, bench.seconds)
-    of_ratios = (ratio_reasons(ratio, quantity, cost, stopped=stopped) for quantity, ratio in others.items())
-    correlated = (correlation_reasons(ratio, quantity) for quantity, ratio in others.items())
+    of_ratios = (ratio_reasons(ratio, figure, cost, stopped=stopped) for figure, ratio in others.items())
+    correlated = (correlation_reasons(ratio, figure) for figure, ratio in others.items())
     reasons = (*certain(outcomes), *chain(*of_ratios, *correlated), *accuracy_reasons(accuracy))
     shared += [interrupted(bench)] if bench.interrupted and any(map(is_open, ratios.values())) else []
     return reasons, (*shared,)
@@ -95,7 +95,7 @@ def interrupted(bench: Bench) -> str:
     return f"the bench was interrupted after {count(bench.rounds, 'round')}: run `dvc repro bench`"
 
 
-def ratio_reasons(ratio: Difference, quantity: Figure, cost: RoundCost, *, stopped: bool = False) -> list[str]:
+def ratio_reasons(ratio: Difference, figure: Figure, cost: RoundCost, *, stopped: bool = False) -> list[str]:
     """Return why ``ratio`` is untrusted or undecided, and what would help; an empty list if the ratio is decided, or if
     there is no margin to decide at.
 
@@ -110,11 +110,11 @@ def ratio_reasons(ratio: Difference, quantity: Figure, cost: RoundCost, *, stopp
     if not planning.rounds_help(ratio):
         margin = math.ceil(1e3 * planning.margin_decided(ratio, ratio.pairs)) / 1e3
         return [
-            f"{quantity.noun} cannot be decided on a CPU at the margin of {ratio.margin:.1%}, however many rounds are "
+            f"{figure.noun} cannot be decided on a CPU at the margin of {ratio.margin:.1%}, however many rounds are "
             f"measured: the heaps of equal processes change this ratio by up to {math.expm1(ratio.fixed):.0%}; a "
             f"margin of {margin:.1%} allows a decision (compare.margins), and so may a job that needs more memory"
         ]
-    unsure = f"{quantity.noun} is undecided"
+    unsure = f"{figure.noun} is undecided"
     if ratio.session_count > 1:
         over = f"{unsure} over {ratio.session_count} sessions"
         if ratio.more_sessions is None:
@@ -127,8 +127,8 @@ def ratio_reasons(ratio: Difference, quantity: Figure, cost: RoundCost, *, stopp
     measured = ratio.pairs + ratio.rejected
     if ratio.low is None:
         lost = f", but {ratio.rejected} of {count(measured, 'round')} had to be rejected" if ratio.rejected else ""
-        remedy = cost.remedy(planning.rounds_for(quantity.fewest_pairs, ratio.pairs, ratio.rejected))
-        return [f"{unsure}: at least {quantity.fewest_pairs} accepted rounds are needed{lost} ({remedy})"]
+        remedy = cost.remedy(planning.rounds_for(figure.fewest_pairs, ratio.pairs, ratio.rejected))
+        return [f"{unsure}: at least {figure.fewest_pairs} accepted rounds are needed{lost} ({remedy})"]
     first = f"{another}; " if measured >= FULL_ROUNDS else ""
     if ratio.more_pairs is not None:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.rejected)
@@ -143,7 +143,7 @@ def ratio_reasons(ratio: Difference, quantity: Figure, cost: RoundCost, *, stopp
     ]
 
 
-def correlation_reasons(ratio: Difference, quantity: Figure) -> list[str]:
+def correlation_reasons(ratio: Difference, figure: Figure) -> list[str]:
     """Return, in a list, what correlated rounds did to the interval of an undecided ``ratio``; an empty list if they
     did little."""
     if ratio.decision != "undecided" or ratio.low is None or ratio.widening < TOLD_WIDENING:
@@ -151,7 +151,7 @@ def correlation_reasons(ratio: Difference, quantity: Figure) -> list[str]:
     rounds = stats.independent(ratio.pairs, ratio.correlation)
     return [
         f"rounds resemble the round before (correlation {ratio.correlation:.2f}): {ratio.pairs} rounds count as "
-        f"{rounds:.0f}, so the interval of {quantity.noun} is {ratio.widening:.1f} times as wide"
+        f"{rounds:.0f}, so the interval of {figure.noun} is {ratio.widening:.1f} times as wide"
     ]
 
 
@@ -179,7 +179,7 @@ def accuracy_reasons(accuracy: Difference | None) -> list[str]:
 def confidences(differences: Iterable[Mapping[str, Difference]]) -> str:
     """Return the confidence of each quantity's intervals, such as "95%" or "95% for throughput, 99% for peak memory".
 
-    ``differences``: for each variant, quantity -> its difference; all variants have the same confidence (``stats``).
+    ``differences``: for each variant, figure -> its difference; all variants have the same confidence (``stats``).
     """
     known = {noun: difference.confidence for of_variant in differences for noun, difference in of_variant.items()}
     percents = {noun: f"{100 * confidence:.3g}%" for noun, confidence in known.items()}

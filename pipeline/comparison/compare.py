@@ -46,19 +46,13 @@ def judge(
     present session.
     """
     arms = [table.arms[column(trained.variant)] for trained in (result, baseline)]
-    outcomes = {
-        quantity.noun: ratio.outcomes(higher_is_better=quantity.higher_is_better)
-        for quantity, ratio in ratios.items()
-        if ratio.margin and not verdicts.unmeasurable(arms, quantity)
-    }
-    if accuracy:
-        outcomes["accuracy"] = accuracy.outcomes()
+    outcomes = verdicts.outcomes(ratios, arms, accuracy)
     own = table.own.rounds(column(result.variant))
     # The machine's noise is told once, among the reasons that all variants share.
     of_machine = [
-        quantity
-        for quantity, ratio in ratios.items()
-        if ratio.why_untrusted and noises[quantity].why_untrusted and own and own.noise(quantity) == noises[quantity]
+        figure
+        for figure, ratio in ratios.items()
+        if ratio.why_untrusted and noises[figure].why_untrusted and own and own.noise(figure) == noises[figure]
     ]
     as_baseline = bool(result.skipped) and result.applied == baseline.applied
     reasons = advice.of_variant(
@@ -98,7 +92,7 @@ def compare(
     table = table_of(benches, settings.max_spread, values)
     rounds = table.own.rounds()
     assert rounds is not None  # consistency.check has checked it
-    noises = {quantity: rounds.noise(quantity) for quantity in QUANTITIES if verdicts.asked_for(quantity, bench.arms)}
+    noises = {figure: rounds.noise(figure) for figure in QUANTITIES if verdicts.asked_for(figure, bench.arms)}
     margins = settings.margins
     by_figure = {figure: table.compared([*others], figure, figure.margin_in(margins)) for figure in noises}
     ratios = {name: {figure: of_variants[name] for figure, of_variants in by_figure.items()} for name in others}

@@ -39,19 +39,19 @@ class Rounds:
     noises: dict[Figure, Difference] = field(default_factory=dict)
     """The known A/A noises. The session shares them between all ``Rounds`` that are the same rounds."""
 
-    def noise(self, quantity: Figure) -> Difference:
-        """Return the A/A noise of ``quantity`` in these rounds."""
-        if quantity not in self.noises:
+    def noise(self, figure: Figure) -> Difference:
+        """Return the A/A noise of ``figure`` in these rounds."""
+        if figure not in self.noises:
             baseline, control = (self.arms[name] for name in self.equal_to(column(self.baseline)))
-            self.noises[quantity] = verdicts.noise_between(baseline, control, quantity, self.max_spread, self.cost)
-        return self.noises[quantity]
+            self.noises[figure] = verdicts.noise_between(baseline, control, figure, self.max_spread, self.cost)
+        return self.noises[figure]
 
     def ratio(
-        self, above: Column, below: Column, quantity: Figure, margin: float, confidence: float = 0.95, **options: Any
+        self, above: Column, below: Column, figure: Figure, margin: float, confidence: float = 0.95, **options: Any
     ) -> Difference:
         """Return the ratio of two arms that took part. ``options``: those of ``verdicts.ratio``."""
-        references, noise = [self.arms[name] for name in self.equal_to(below)], self.noise(quantity)
-        return verdicts.ratio(self.arms[above], references, quantity, margin, noise, confidence, **options)
+        references, noise = [self.arms[name] for name in self.equal_to(below)], self.noise(figure)
+        return verdicts.ratio(self.arms[above], references, figure, margin, noise, confidence, **options)
 
     def equal_to(self, name: Column) -> tuple[Column, ...]:
         """Return ``name`` and, for the baseline, its control, which is measured in the same way."""
@@ -126,31 +126,31 @@ class Table(NamedTuple):
         return columns(self.present.benches[0])
 
     def ratios(
-        self, above: str, below: str, quantity: Figure, margin: float, confidence: float = 0.95
+        self, above: str, below: str, figure: Figure, margin: float, confidence: float = 0.95
     ) -> dict[str, Difference]:
         """Return start of a session -> the ratio of two variants, for each session in which both took part."""
         arms = column(above), column(below)
         of_sessions = {session.start_utc: session.rounds(*arms) for session in self.sessions}
         known = {start: rounds for start, rounds in of_sessions.items() if rounds}
-        return {start: rounds.ratio(*arms, quantity, margin, confidence, sides=True) for start, rounds in known.items()}
+        return {start: rounds.ratio(*arms, figure, margin, confidence, sides=True) for start, rounds in known.items()}
 
-    def compared(self, variants: Sequence[str], quantity: Figure, margin: float) -> dict[str, Difference]:
+    def compared(self, variants: Sequence[str], figure: Figure, margin: float) -> dict[str, Difference]:
         """Return variant -> its ratio to the baseline over all sessions, decided together (``stats.step_down``)."""
 
         def judged(undecided: int) -> dict[str, Difference]:
             confidence = stats.confidence_of(undecided)
             of_variants = {
-                name: self.ratios(name, self.bench.baseline, quantity, margin, confidence) for name in variants
+                name: self.ratios(name, self.bench.baseline, figure, margin, confidence) for name in variants
             }
             return {
-                name: combined(of_sessions, of_sessions[self.own.start_utc], quantity)
+                name: combined(of_sessions, of_sessions[self.own.start_utc], figure)
                 for name, of_sessions in of_variants.items()
             }
 
         return stats.decided_together(judged, len(variants))
 
 
-def combined(sessions: Mapping[str, Difference], own: Difference, quantity: Figure) -> Difference:
+def combined(sessions: Mapping[str, Difference], own: Difference, figure: Figure) -> Difference:
     """Combine the ratios of several sessions into one ratio.
 
     ``sessions``: start of a session -> its ratio. ``own``: the ratio of the bench's own session.
@@ -161,7 +161,7 @@ def combined(sessions: Mapping[str, Difference], own: Difference, quantity: Figu
     if len(trusted) < 2:
         return (trusted or [own])[0].model_copy(update={"parts": dict(sessions)})
     mean, margin = stats.over_sessions(trusted), trusted[0].margin
-    decision = stats.decide(mean, margin, higher_is_better=quantity.higher_is_better)
+    decision = stats.decide(mean, margin, higher_is_better=figure.higher_is_better)
     return mean.model_copy(
         update={
             "rejected": sum(ratio.rejected for ratio in trusted),

@@ -22,7 +22,7 @@ a difference that is *better* or *worse* and has a ``why_untrusted``, only the s
 
 ERROR = 0.05
 """How often at least one of the decisions on a figure may be wrong, over all variants of a comparison or gate."""
-SHARE_OF_LOOKS = 0.2
+SHARE_OF_LOOKS = 0.1
 """The share of ``ERROR`` that a look has. A measurement looks, while it goes on, whether everything is decided; looks
 are stricter than the final decision, so that many of them add few errors (the Haybittle-Peto rule). Source: Haybittle,
 "Repeated assessment of results in clinical trials of cancer treatment", British Journal of Radiology 44 (1971)."""
@@ -174,7 +174,8 @@ def confidence_of(undecided: int = 1, *, look: bool = False) -> float:
     A decision is wrong if the interval misses the truth on one certain side. So half of the interval's error counts,
     and ``undecided`` times this half is ``ERROR``. It is never less than 95%, and at a ``look`` never than 99%.
     """
-    return 1 - 2 * (1 - confidence_of_tests(max(2, undecided), look=look))
+    fewest = 1 if look else 2  # an interval of 90%, which one variant needs at the end, would be unusual
+    return 1 - 2 * (1 - confidence_of_tests(max(fewest, undecided), look=look))
 
 
 def confidence_of_tests(undecided: int = 1, *, look: bool = False) -> float:

@@ -34,6 +34,19 @@ MOST_OUTSIDE = 0.1
 it, the speed of its steps says nothing about whole time."""
 
 
+def outcomes(
+    ratios: Mapping[Figure, Difference], arms: Sequence[Arm], accuracy: Difference | None
+) -> dict[str, Outcomes]:
+    """Return noun -> the possible decisions on each ratio of ``arms`` that has a margin and that this machine can
+    measure, and on the accuracy if it is compared."""
+    of_accuracy = {"accuracy": accuracy.outcomes()} if accuracy else {}
+    return {
+        figure.noun: ratio.outcomes(higher_is_better=figure.higher_is_better)
+        for figure, ratio in ratios.items()
+        if ratio.margin and not unmeasurable(arms, figure)
+    } | of_accuracy
+
+
 def verdict(quantities: Sequence[Outcomes]) -> Verdict:
     """Return the verdict on one variant from the possible decisions on its quantities.
 
@@ -62,7 +75,7 @@ def _of_decided(decisions: Sequence[str]) -> Verdict:
 def ratio(
     arm: Arm,
     references: Sequence[Arm],
-    quantity: Figure,
+    figure: Figure,
     margin: float,
     noise: Difference,
     confidence: float = 0.95,
@@ -78,28 +91,28 @@ def ratio(
     (``HEAP_BYTES``). With ``sides``, a ratio that the machine's noise makes untrusted is nevertheless *better* or
     *worse* if it lies far beyond this noise (``side_of``); ``why_untrusted`` then says why its size is uncertain.
     """
-    pairs = _pairs(arm, references, quantity)
-    fixed = heap_doubt(quantity, arm, *references) if heaps_differ else 0.0
-    measured = of_rounds(pairs.figures, noise, confidence, fixed, quantity.fewest_pairs)
+    pairs = _pairs(arm, references, figure)
+    fixed = heap_doubt(figure, arm, *references) if heaps_differ else 0.0
+    measured = of_rounds(pairs.figures, noise, confidence, fixed, figure.fewest_pairs)
     # The machine's noise takes precedence over rejected rounds, because the noise concerns all arms.
     why_untrusted = noise.why_untrusted or pairs.why_untrusted
-    decision = stats.decide(measured, margin, higher_is_better=quantity.higher_is_better)
+    decision = stats.decide(measured, margin, higher_is_better=figure.higher_is_better)
     if measured.drifts and decision == "undecided" and not why_untrusted:
         why_untrusted = (
             f"the ratio drifted between {measured.low:.2f} and {measured.high:.2f} over {measured.pairs} rounds, more "
             f"than their scatter explains (drift {measured.drift:.1f}; 1 is none, {stats.LARGEST_DRIFT} is allowed): "
             "let nothing else run here, and bench --again"
         )
-    if quantity.field == THROUGHPUT.field and decision != "worse":
+    if figure.field == THROUGHPUT.field and decision != "worse":
         why_untrusted = why_untrusted or _why_not_whole(arm, references)
     if why_untrusted:
         side = None
         if sides and margin and not pairs.why_untrusted and not measured.drifts:
-            sure = of_rounds(pairs.figures, noise, SURE, fixed, quantity.fewest_pairs)
-            side = side_of(sure, noise, margin, higher_is_better=quantity.higher_is_better)
-            if side == "better" and quantity.field == THROUGHPUT.field and _why_not_whole(arm, references):
+            sure = of_rounds(pairs.figures, noise, SURE, fixed, figure.fewest_pairs)
+            side = side_of(sure, noise, margin, higher_is_better=figure.higher_is_better)
+            if side == "better" and figure.field == THROUGHPUT.field and _why_not_whole(arm, references):
                 side = None
-        decision, why_untrusted = side or "untrusted", f"{quantity.noun}: {why_untrusted}"
+        decision, why_untrusted = side or "untrusted", f"{figure.noun}: {why_untrusted}"
     return measured.model_copy(
         update={
             "rejected": pairs.rejected,
@@ -179,27 +192,25 @@ def accuracy(
     return mean.model_copy(update={"decision": decision, "more_pairs": more_seeds or None, "parts": by_seed})
 
 
-def noise_between(baseline: Arm, control: Arm, quantity: Figure, max_spread: float, cost: RoundCost) -> Difference:
-    """Return the A/A comparison of one quantity. ``why_untrusted`` is set if the machine was too noisy to compare."""
-    pairs = _pairs(control, [baseline], quantity)
-    measured, wide = (
-        of_rounds(pairs.figures, confidence=level, fewest=quantity.fewest_pairs) for level in (0.95, 0.99)
-    )
+def noise_between(baseline: Arm, control: Arm, figure: Figure, max_spread: float, cost: RoundCost) -> Difference:
+    """Return the A/A comparison of one figure. ``why_untrusted`` is set if the machine was too noisy to compare."""
+    pairs = _pairs(control, [baseline], figure)
+    measured, wide = (of_rounds(pairs.figures, confidence=level, fewest=figure.fewest_pairs) for level in (0.95, 0.99))
     why_untrusted = pairs.why_untrusted
     if not why_untrusted:
-        negligible = max(NEGLIGIBLE, heap_share(baseline)) if quantity is MEMORY else NEGLIGIBLE
-        if noisy := stats.distrust(measured, wide, max_spread, negligible, quantity.fewest_pairs):
-            why_rejected, fewest = pairs.why_rejected, quantity.fewest_pairs
+        negligible = max(NEGLIGIBLE, heap_share(baseline)) if figure is MEMORY else NEGLIGIBLE
+        if noisy := stats.distrust(measured, wide, max_spread, negligible, figure.fewest_pairs):
+            why_rejected, fewest = pairs.why_rejected, figure.fewest_pairs
             remedies = planning.remedies(measured, max_spread, pairs.rejected, why_rejected, cost, fewest)
             why_untrusted = f"{noisy}; {remedies}"
     decision: Decision = "untrusted" if why_untrusted else "same"
     return measured.model_copy(update={"margin": max_spread, "decision": decision, "why_untrusted": why_untrusted})
 
 
-def heap_doubt(quantity: Figure, *arms: Arm) -> float:
+def heap_doubt(figure: Figure, *arms: Arm) -> float:
     """Return how far the peak memories of equal ``arms`` may differ under different servers (``HEAP_BYTES``), on the
     logarithmic scale; 0 for other figures."""
-    return max(math.log1p(heap_share(arm) / 2) for arm in arms) if quantity is MEMORY else 0.0
+    return max(math.log1p(heap_share(arm) / 2) for arm in arms) if figure is MEMORY else 0.0
 
 
 def heap_share(arm: Arm) -> float:
@@ -210,20 +221,20 @@ def heap_share(arm: Arm) -> float:
     return 0.0 if on_gpu or not peaks else HEAP_BYTES * arm.world_size / arm.hosts / statistics.median(peaks)
 
 
-def unmeasurable(arms: Sequence[Arm], quantity: Figure) -> bool:
+def unmeasurable(arms: Sequence[Arm], figure: Figure) -> bool:
     """True if this machine cannot measure the figure: no sample has it, although not all samples were rejected."""
     samples = [sample for arm in arms for sample in arm.samples]
-    return not any(map(quantity.of, samples)) and not all(sample.rejections for sample in samples)
+    return not any(map(figure.of, samples)) and not all(sample.rejections for sample in samples)
 
 
-def asked_for(quantity: Figure, arms: Sequence[Arm]) -> bool:
+def asked_for(figure: Figure, arms: Sequence[Arm]) -> bool:
     """True unless the figure is optional and no sample has it, or the reason why it is unknown."""
     samples = (sample for arm in arms for sample in arm.samples)
-    return not quantity.optional or any(quantity.of(sample) or _why_unknown(sample, quantity) for sample in samples)
+    return not figure.optional or any(figure.of(sample) or _why_unknown(sample, figure) for sample in samples)
 
 
-def _why_unknown(sample: Window, quantity: Figure) -> Rejection | None:
-    return sample.why_no_energy if quantity.field == ENERGY.field else None
+def _why_unknown(sample: Window, figure: Figure) -> Rejection | None:
+    return sample.why_no_energy if figure.field == ENERGY.field else None
 
 
 class _Pairs(NamedTuple):
@@ -265,22 +276,22 @@ def of_rounds(
     return stats.widened(ratio, math.hypot(noise.bias, fixed))
 
 
-def _pairs(arm: Arm, references: Sequence[Arm], quantity: Figure) -> _Pairs:
+def _pairs(arm: Arm, references: Sequence[Arm], figure: Figure) -> _Pairs:
     """Return the figures of the rounds that count: those with a figure of ``arm`` and of at least one reference. The
     references' figures are joined to their geometric mean."""
     # An arm that was settled early has fewer samples.
     rows = zip(arm.samples, *(reference.samples for reference in references), strict=False)
-    rounds = [row for row in rows if all(map(quantity.taken_in, row))]
+    rounds = [row for row in rows if all(map(figure.taken_in, row))]
     known: list[tuple[float, float]] = []
     for sample, *reference_samples in rounds:
-        figure, figures = quantity.of(sample), [value for value in map(quantity.of, reference_samples) if value]
-        if figure and figures:
-            known.append((figure, math.prod(figures) ** (1 / len(figures))))
+        own, of_references = figure.of(sample), [value for value in map(figure.of, reference_samples) if value]
+        if own and of_references:
+            known.append((own, math.prod(of_references) ** (1 / len(of_references))))
     rejected = len(rounds) - len(known)
     why_rejected = why_untrusted = None
     if rejected:
-        lacking = [sample for samples in rounds for sample in samples if not quantity.of(sample)]
-        unknown = [why for sample in lacking if (why := _why_unknown(sample, quantity))]
+        lacking = [sample for samples in rounds for sample in samples if not figure.of(sample)]
+        unknown = [why for sample in lacking if (why := _why_unknown(sample, figure))]
         cause = most_common([*(rejection for sample in lacking for rejection in sample.rejections), *unknown])
         because = cause.text if cause else "this machine does not report the figure"
         why_rejected = f"{rejected} of {count(len(rounds), 'round')} had to be rejected, most often because {because}"

@@ -219,19 +219,19 @@ def supported(gated: Gated, compare: Compare, must_see: float) -> Outcome:
     return judge(rounds, compared, settings, must_see).outcome
 
 
-def _mostly_known(arm: Arm, quantity: Figure) -> bool:
-    known = sum(map(bool, quantity.known(arm.samples)))
+def _mostly_known(arm: Arm, figure: Figure) -> bool:
+    known = sum(map(bool, figure.known(arm.samples)))
     return 0 < 2 * known >= len(arm.samples)
 
 
-def _excludes(ratio: Difference, quantity: Figure, loss: float) -> bool:
+def _excludes(ratio: Difference, figure: Figure, loss: float) -> bool:
     """True if the interval excludes that the head is worse by ``loss``, or by the margin if the margin is larger.
 
     Also True for untrusted and worse ratios, because the gate reports these anyway.
     """
     if ratio.decision in ("untrusted", "worse"):
         return True
-    worst = ratio.low and 1 / ratio.low if quantity.higher_is_better else ratio.high
+    worst = ratio.low and 1 / ratio.low if figure.higher_is_better else ratio.high
     return worst is not None and worst < 1 + max(loss, ratio.margin)
 
 
