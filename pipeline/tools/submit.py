@@ -17,9 +17,9 @@ from typing import Any
 from pipeline import environment, pages
 from pipeline.errors import ConfigError, PipelineError, say
 from pipeline.files import json_sha256
-from pipeline.params import PARAMS_FILE, Config
+from pipeline.params import Config
 from pipeline.tools.agents import PORT
-from pipeline.tools.alone import ENDED, JOBS, LOCK, NoAnswer, check, jobs
+from pipeline.tools.alone import JOBS, NoAnswer, check, jobs
 
 POLL_SECONDS = 5.0
 SILENCE_SECONDS = 600.0
@@ -31,28 +31,20 @@ GRACE_SECONDS = 60.0
 def slurm(config: Config, command: Sequence[str], *, dry_run: bool) -> int:
     """Submit ``command``, or find the active job that has its name; print what it prints; return its exit code.
 
-    The code is 1 if the job left none, or left 0 and failed by Slurm's account. ``dry_run``: only print the batch
-    script. Raises PipelineError if Slurm refuses or does not answer. On Ctrl-C, the job goes on.
+    The code is 1 if the job left none. ``dry_run``: only print the batch script. Raises PipelineError if Slurm refuses
+    or does not answer. On Ctrl-C, the job goes on.
     """
     name = _job_name(command)
-    values: dict[str, Any] = {
-        "slurm": config.launch.slurm,
-        "name": name,
-        "folder": JOBS,
-        "command": shlex.join(command),
-    }
-    script = pages.render("slurm.sh", **values, path=str(Path(sys.executable).parent), quoted=shlex.quote)
+    texts: dict[str, Any] = {"name": name, "folder": JOBS, "command": shlex.join(command)}
+    texts["path"] = str(Path(sys.executable).parent)
+    script = pages.render("slurm.sh", slurm=config.launch.slurm, quoted=shlex.quote, **texts)
     if dry_run:
         say(script, end="")
         return 0
-    named = jobs(f"--user={os.getuid()}", f"--name={name}")
-    active = [job for job in named if job.state not in ENDED and job.folder == str(Path.cwd())]
+    active = [job for job in jobs(f"--user={os.getuid()}", f"--name={name}") if job.folder == str(Path.cwd())]
     if active:
         job = active[-1].id
         say(f"job {job} is active for this commit and command: nothing is submitted", file=sys.stderr)
-        with suppress(FileNotFoundError):  # the job takes the lock when it starts
-            if active[-1].state == "RUNNING" and PARAMS_FILE.stat().st_mtime > LOCK.stat().st_mtime:
-                say(f"{PARAMS_FILE} was changed after job {job} began: submit again when it has ended", file=sys.stderr)
     else:
         job = _submitted(script)
     try:
@@ -100,22 +92,19 @@ def _followed(job: str, log: Path, code: Path) -> int:
         place = _printed(log, place)
         with suppress(NoAnswer):
             found, answered = jobs(f"--job={job}"), time.monotonic()
-            now = f"job {job}: {found[0].state} {found[0].where}" if found else f"job {job}: unknown to Slurm"
-            if now != shown:
-                say(shown := now, file=sys.stderr)
-            if not found or found[0].state in ENDED:
+            if not found:
                 break
+            if (now := f"job {job}: {found[0].state} {found[0].where}") != shown:
+                say(shown := now, file=sys.stderr)
         if time.monotonic() - answered > SILENCE_SECONDS:
             raise NoAnswer(f"squeue has not answered for {SILENCE_SECONDS:.0f} s: {shown or f'job {job} is unknown'}.")
         time.sleep(POLL_SECONDS)
-    succeeded = not found or found[0].state == "COMPLETED"
-    until = time.monotonic() + GRACE_SECONDS * (succeeded or found[0].state == "FAILED")
-    while code not in code.parent.iterdir() and time.monotonic() < until:  # a listing makes NFS look anew
+    while code not in code.parent.iterdir() and time.monotonic() < answered + GRACE_SECONDS:  # so NFS looks anew
         time.sleep(min(POLL_SECONDS, 1.0))
     _printed(log, place, to_the_end=True)
     with suppress(OSError, ValueError):
-        return int(code.read_text(encoding="ascii")) or int(not succeeded)
-    say(f"error: {shown}; it left no exit code.", file=sys.stderr)
+        return int(code.read_text(encoding="ascii"))
+    say(f"error: job {job} has ended and left no exit code.", file=sys.stderr)
     return 1
 
 
