@@ -242,7 +242,7 @@ def _environment(_: argparse.Namespace) -> None:
     seen = _script_seen(config, before)
     described = stages.described(config, planned, script=seen) | ({"script": seen} if seen else {})
     links = hosts.links()  # hosts that differ are refused here, before anything runs
-    written = environment.write(relied_on=plans.relied_on(config), described=described, links=links)
+    written = environment.write(environment.fingerprint(plans.relied_on(config), links) | described)
     if links:
         say(f"environment: {len(links)} hosts: {', '.join(hosts.names())}")
         if len({link["machine"] for link in links}) < len(links):
@@ -280,17 +280,17 @@ def _configured() -> tuple[Config, Machine]:
 
 def _ready() -> tuple[Config, Machine]:
     """Return the configuration from params.yaml, and this machine. Write environment.json if the file is missing, or
-    describes another number or link of hosts.
+    describes another number of hosts.
 
     A worker of a launcher does not write the file, because the launcher changes environment variables that the file
     records.
     """
-    from pipeline import environment, hosts
+    from pipeline import environment
 
     config, machine = _configured()
     if processes.launched_size() is None:
         links = environment.last_written().get("hardware", {}).get("hosts", [])
-        if not environment.ENVIRONMENT_FILE.exists() or not hosts.linked_as(links):
+        if not environment.ENVIRONMENT_FILE.exists() or (len(links) or 1) != machine.hosts:
             _environment(argparse.Namespace())
     return config, machine
 

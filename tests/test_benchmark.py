@@ -528,7 +528,7 @@ PARAMS: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("workspace")
 def test_a_bench_measures_every_arm_every_round(capsys: pytest.CaptureFixture[str]) -> None:
-    environment.write(relied_on={"variants": {"stack": {"bitsandbytes"}}})
+    environment.write(environment.fingerprint({"variants": {"stack": {"bitsandbytes"}}}))
     stage.run(parse(PARAMS), CPU_ONLY)
     bench = read_bench()
     line = rf"bench: 8 arms of {bench.steps} steps; a round takes about \d+ s: the bench runs 2 rounds .*, until about "

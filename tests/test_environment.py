@@ -137,7 +137,7 @@ def test_the_fingerprint_names_no_single_machine(plug: Plug, monkeypatch: pytest
 def test_of_secrets_only_names_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLANTED.items():
         monkeypatch.setenv(name, value)
-    write(tmp_path / "environment.json")
+    write(fingerprint(), tmp_path / "environment.json")
     text = (tmp_path / "environment.json").read_text(encoding="utf-8")
     content = json.loads(text)
     assert all(content["settings"][name] is None for name in PLANTED if name != "PIPELINE_IMAGE")
@@ -190,14 +190,14 @@ def test_chosen_spins_are_no_part_of_the_environment(
 
 def test_write_leaves_an_equal_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "environment.json"
-    written = write(path)
+    written = write(fingerprint(), path)
     assert read(path) == fingerprint()
     assert written == fingerprint()["hash"]
     os.utime(path, ns=(1, 1))
-    assert write(path) == written
+    assert write(fingerprint(), path) == written
     assert path.stat().st_mtime_ns == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert write(path) != written
+    assert write(fingerprint(), path) != written
     assert path.stat().st_mtime_ns != 1
     assert json.loads(path.read_text(encoding="utf-8"))["settings"]["OMP_NUM_THREADS"] == "3"
 

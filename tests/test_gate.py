@@ -386,7 +386,8 @@ def test_code_and_settings_must_be_what_was_measured(tmp_path: Path, monkeypatch
         return str(raised.value)
 
     net.write_text("slow = False\n", encoding="utf-8")
-    environment.write(described=stages.described(config, plans(config, environment.machine())))
+    described = stages.described(config, plans(config, environment.machine()))
+    environment.write(environment.fingerprint() | described)
     net.write_text("# A remark.\nslow = False\n", encoding="utf-8")
     gate.check_current(config)
     assert asked[0][-5:] == ["train@baseline", "train@by-file", "distil@taught", "bench", "compare"]

@@ -303,7 +303,7 @@ def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.C
     with pytest.raises(PipelineError, match=r"results/baseline\.json is missing; .*`dvc repro train@baseline`"):
         inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
     job.run(workspace, "baseline", CPU_ONLY, PREPARED)
-    environment.write(relied_on={"forms": {"exported": {"torchao"}}})
+    environment.write(environment.fingerprint({"forms": {"exported": {"torchao"}}}))
     inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
     values = json.loads(results.inference_file("baseline", "json").read_text())
     fingerprint = environment.read()

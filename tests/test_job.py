@@ -68,7 +68,7 @@ def kill(running: Command) -> None:
 
 
 def test_a_job_writes_a_result_that_fits_its_files() -> None:
-    environment.write(relied_on={"variants": {"baseline": {"bitsandbytes"}}})
+    environment.write(environment.fingerprint({"variants": {"baseline": {"bitsandbytes"}}}))
     before = age_seconds()
     result = train("baseline")
     history = results.read_history(results.history_file("baseline"))

@@ -332,7 +332,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 @pytest.mark.parametrize("variant", ["baseline", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_the_stage_writes_profile_page_and_trace(workspace: Config, variant: str) -> None:  # noqa: ARG001
-    environment.write(relied_on={"variants": {variant: {"bitsandbytes"}}})
+    environment.write(environment.fingerprint({"variants": {variant: {"bitsandbytes"}}}))
     command = [sys.executable, "-m", "pipeline", "profile", variant]
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     directory = results.profile_directory(variant)

@@ -845,7 +845,7 @@ def test_a_secret_in_the_address_is_not_shown(uri: str, capsys: pytest.CaptureFi
 def test_secrets_of_the_environment_do_not_reach_the_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLANTED.items():
         monkeypatch.setenv(name, value)
-    digest = environment.write(root / "environment.json")
+    digest = environment.write(environment.fingerprint(), root / "environment.json")
     for variant in VARIANTS:
         write_result(root, variant, environment=digest)
     tracking.publish(config_of(), root)

@@ -45,7 +45,7 @@ PARAMS: dict[str, Any] = {
 
 def furnish(config: Config) -> None:
     """Write the environment's fingerprint and the data that ``config`` asks for into the current directory."""
-    environment.write()
+    environment.write(environment.fingerprint())
     sources.fetch(config.fetch, RAW)
     packing.prepare(config, RAW, PREPARED)
 

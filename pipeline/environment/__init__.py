@@ -112,15 +112,9 @@ def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"relied_on": {"variants": dict(_optional_versions(content, "variants"))}}
 
 
-def write(
-    path: Path = ENVIRONMENT_FILE,
-    relied_on: ReliedOn | None = None,
-    described: Mapping[str, Any] | None = None,
-    links: Sequence[Mapping[str, Any]] = (),
-) -> str:
-    """Write the fingerprint and the values in ``described`` (``stages.described``) to ``path``; return the
-    fingerprint's hash. A file with the same content is not rewritten."""
-    content = fingerprint(relied_on, links) | dict(described or {})
+def write(content: Mapping[str, Any], path: Path = ENVIRONMENT_FILE) -> str:
+    """Write a fingerprint, perhaps with further values (``stages.described``), to ``path``; return its hash. A file
+    with the same content is not rewritten."""
     text = json.dumps(content, indent=2) + "\n"
     if not path.exists() or read_text(path) != text:
         write_text(path, text)
@@ -181,13 +175,13 @@ def machine(launch: Launch | None = None) -> Machine:
     With ``launch``, the machine has all hosts that ``launch`` names, and processes that are started later are divided
     among them. All hosts have the same hardware and software, or ``hosts.others`` refuses them.
     """
-    from pipeline.environment import alike  # imported here, because it imports this module
+    from pipeline.environment import stages  # imported here, because it imports this module
 
     shown, _, why_none = hardware.visible_gpus()
     least = min((tuple(map(int, gpu["compute_capability"].split("."))) for gpu in shown), default=(0, 0))
     extras = {name for technique in CATALOGUE for name in technique.relies_on} - {COMPILER}
     return Machine(
-        hosts=hosts.use(launch, alike.record) if launch else 1,
+        hosts=hosts.use(launch, stages.record) if launch else 1,
         gpus=len(shown),
         why_no_gpu=why_none,
         gpu_native_bf16=least >= _AMPERE,

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.environment import code, hash_of, last_written
-from pipeline.files import file_sha256, json_sha256
-from pipeline.params import Config, Train, Variant, catalogue
-from pipeline.plans import Plan
+from pipeline.environment import code, fingerprint, hash_of, last_written, machine
+from pipeline.files import PREPARED, file_sha256, json_sha256
+from pipeline.params import Config, Train, Variant, catalogue, load
+from pipeline.plans import Plan, plans, relied_on
 from pipeline.results.figures import FIGURES
 
 MEASURING = ("prepare", "train", "bench")
@@ -133,6 +133,25 @@ def commands_of(config: Config) -> dict[str, dict[str, Any]]:
     """Return variant -> what it runs, as plain values."""
     commands = {name: config.command_of(name) for name in config.variants}
     return {name: {"words": [*words], "variables": variables} for name, (words, variables, *_) in commands.items()}
+
+
+def record() -> dict[str, Any]:
+    """Return what several hosts must have in common, as plain values: settings, code, data, hardware and software.
+
+    They are computed, not read from environment.json, which hosts with one file system share. Raises PipelineError.
+    """
+    config, own = load(), machine()
+    about = fingerprint(relied_on(config)) | described(config, plans(config, own))
+    parts = [*about["stages"].values(), *about["variants"].values()]
+    return {
+        **config.model_dump(mode="json", exclude={"launch", "publish"}),
+        "code": {file: digest for part in parts for file, digest in part["code"].items()},
+        "data": {file.name: file_sha256(file) for file in PREPARED.glob("*.json")},
+        "machine": own.model_dump(mode="json", exclude={"installed"}) | {"installed": sorted(own.installed)},
+        "hardware": about["hardware"],
+        "software": about["software"] | about["relied_on"],
+        "environment": about["settings"],
+    }
 
 
 def _of_script(config: Config, name: str, seen: Mapping[str, Any] | None) -> dict[str, Any]:
