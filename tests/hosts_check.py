@@ -157,7 +157,7 @@ def probe(megabit_per_second: int) -> None:
 
 def check() -> None:
     fast, near = trained(), compared(lambda: exchange() > 0)
-    shutil.rmtree(results.KEPT_BENCHES)  # a bench beside other work would go on from it
+    shutil.rmtree(results.KEPT_BENCHES)  # a bench beside other work, or over another link, would go on from it
     busy = [subprocess.Popen(["taskset", "-c", "1", "sh", "-c", "while :; do :; done"]) for _ in range(3)]
     try:
         compared(lambda: f"wait for process 1 on {SECOND}" in report())
@@ -165,13 +165,9 @@ def check() -> None:
     finally:
         for neighbour in busy:
             neighbour.kill()
-    earlier = results.read_bench()
+    shutil.rmtree(results.KEPT_BENCHES)
     shape("20mbit")
     slow, far = trained(), compared(lambda: exchange() > 0)
-    later = results.read_bench()
-    speeds = [8e-6 * (bench.session.link_bytes_per_second or 0.0) for bench in (earlier, later)]
-    print("what the link carried when a bench began, in Mbit/s:", *(f"{speed:,.1f}" for speed in speeds))
-    assert later.session.start_utc > earlier.session.start_utc, "a bench went on over rounds of the faster link"
     launch, PARAMS["launch"] = PARAMS["launch"], {}
     alone = trained()
     PARAMS["launch"] = launch

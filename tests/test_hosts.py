@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ import yaml
 from pipeline import hosts, results
 from pipeline.distributed import WorkerError, forked, world
 from pipeline.errors import PipelineError
-from pipeline.hosts import agreement, allocation, link
+from pipeline.hosts import allocation, helper, link
 from pipeline.params import Config, Launch, parse
 from pipeline.training import job
 from tests.commands import Command, executable
@@ -137,7 +136,7 @@ def test_ranks_of_two_hosts_form_one_world(two_hosts: list[hosts.Host]) -> None:
         places = [("one", 0, 0), ("one", 1, 1), ("two", 2, 0), ("two", 3, 1)]
         assert ask(None) == [(*place, ["xxxx"] * 4) for place in places]
         assert ask(1) == [(*place, ["x"] * 4) for place in places]
-    assert not two_hosts[0].ranks
+    assert not two_hosts[0]._ranks
     with forked(_about, ("y",), 2, preload=PRELOAD, on_hosts=2) as ask:  # by the same helper
         assert [place for place, *_ in ask(None)] == ["one", "two"]
 
@@ -163,7 +162,7 @@ def test_a_failure_elsewhere_ends_all_and_names_the_host(two_hosts: list[hosts.H
             ranks = [psutil.Process(pid) for pid in ask(None)]
             ask(1)
         assert ended(*ranks)
-        assert not two_hosts[0].ranks
+        assert not two_hosts[0]._ranks
 
 
 @pytest.mark.parametrize(
@@ -187,20 +186,6 @@ def test_a_helper_that_is_lost_ends_all(
         until(lambda: two_hosts[0].why_lost)
         ask(1)
     assert ended(*ranks)
-
-
-@pytest.mark.usefixtures("two_hosts")
-def test_a_link_s_speed_is_measured_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (hosts.slowest_link() or 0.0) > 0
-
-    def slow(connection: Connection) -> None:
-        while True:
-            connection.recv_bytes(link.BURST_BYTES)
-            time.sleep(0.2)
-            connection.send_bytes(b"")
-
-    monkeypatch.setattr(agreement, "acknowledge", slow)
-    assert 0 < (hosts.slowest_link() or 0.0) <= link.BURST_BYTES / 0.2
 
 
 SHARDS: dict[str, Any] = {"parallelism": "fsdp", "processes": 4}
@@ -315,7 +300,7 @@ def test_a_host_that_sees_another_directory_is_refused(tmp_path: Path) -> None:
     ids=["no program", "unknown word", "open quote", "prints for ever", "prints the mark"],
 )
 def test_a_prefix_that_starts_no_helper_is_refused(on_host: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "START_SECONDS", 4.0)
+    monkeypatch.setattr(helper, "ANSWER_SECONDS", 4.0)
     with pytest.raises(PipelineError, match=f"^{re.escape(says)}"), started_by(on_host, monkeypatch):
         pass
 
@@ -337,17 +322,6 @@ def test_ranks_elsewhere_have_no_input_and_the_same_spins(monkeypatch: pytest.Mo
         forked(_input_and_spins, (), 2, preload=PRELOAD, on_hosts=2) as ask,
     ):
         assert ask(None)[1] == (b"", "7")
-
-
-@pytest.mark.usefixtures("config")
-def test_a_host_with_a_copy_of_the_arrays_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(Path("data/prepared"), copy := tmp_path / "copy")
-    monkeypatch.setattr(agreement, "PREPARED", copy)
-    with (
-        pytest.raises(PipelineError, match=r"arrays\.train_targets\.npy: .+ on one, .+ on two"),
-        started_by("env", monkeypatch),
-    ):
-        pass
 
 
 @pytest.mark.usefixtures("config")

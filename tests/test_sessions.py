@@ -220,10 +220,10 @@ def test_without_boot_ids_each_day_is_a_session() -> None:
     assert not session(1, 1.5, session=first).goes_on_in(second)
 
 
-def bench_at(time: str, faster: float = 1.5, boot: str = "b", speed: float | None = None, **changes: Any) -> Bench:
+def bench_at(time: str, faster: float = 1.5, boot: str = "b", **changes: Any) -> Bench:
     """Return a bench of the boot "b", or of another boot, which began at 08:19."""
     boot_of = {} if boot == "b" else {"boot_id": boot, "uptime_seconds": 60.0 * (int(time[3:]) - 19)}
-    began = make_session(f"2026-11-20T{time}", link_bytes_per_second=speed, **boot_of)
+    began = make_session(f"2026-11-20T{time}", **boot_of)
     return session(1, faster, session=began, **changes).model_copy(update={"seconds": 600.0})
 
 
@@ -239,16 +239,6 @@ def bench_at(time: str, faster: float = 1.5, boot: str = "b", speed: float | Non
 def test_a_session_ends_after_an_hour_or_boot(starts: list[tuple[str, str]], sizes: list[int]) -> None:
     benches = [bench_at(time, boot=boot) for time, boot in reversed(starts)]
     assert [len(benches_of_session) for benches_of_session in sessions_of(benches)] == sizes
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "goes_on"),
-    [(1e8, 3e7, True), (1e8, 2e7, False), (2e7, 1e8, False), (None, 1e8, True), (1e8, None, True), (5e9, 3e8, True)],
-)
-def test_a_session_ends_with_its_link_s_speed(before: float | None, after: float | None, goes_on: bool) -> None:
-    speeds = {"08:00": before, "08:20": after}
-    first, second = (bench_at(time, speed=speed) for time, speed in speeds.items())
-    assert first.goes_on_in(second.session) is goes_on
 
 
 def test_rounds_of_a_session_are_pooled_first() -> None:

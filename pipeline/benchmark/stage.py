@@ -339,7 +339,6 @@ def begin_session() -> Callable[[], Session]:
     """Start a session. Return a function that describes the session from its start to the call of the function."""
     start, load, times = datetime.now(UTC), os.getloadavg()[0], psutil.cpu_times()
     uptime = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
-    link = hosts.slowest_link()
 
     def session_so_far() -> Session:
         spent = {name: now - getattr(times, name) for name, now in psutil.cpu_times()._asdict().items()}
@@ -348,7 +347,6 @@ def begin_session() -> Callable[[], Session]:
         return Session(
             start_utc=start.isoformat(timespec="seconds"),
             hosts=tuple(names) if len(names := hosts.names()) > 1 else (),
-            link_bytes_per_second=link,
             boot_id=processes.boot_id(),
             uptime_seconds=uptime,
             load_average=load,

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import gc
 import inspect
-import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import traceback
@@ -26,7 +24,7 @@ import torch.distributed as dist
 from pipeline import hosts
 from pipeline.distributed.worlds import STORE, World
 from pipeline.errors import PipelineError, said
-from pipeline.processes import end_with_parent, launched_size
+from pipeline.processes import launched_size
 
 T = TypeVar("T")
 
@@ -182,30 +180,18 @@ def forked(
     is killed. If a rank fails, the other ranks are killed, and WorkerError is raised with the message of the failed
     rank.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.processes.forkserver", *preload])
-    first_host, elsewhere = hosts.names()[0], hosts.others()[: on_hosts - 1] if on_hosts > 1 else []
-    of_host = processes // on_hosts
-    host_names = [first_host, *(host.name for host in elsewhere)]
-    ranks = Ranks([name for name in host_names for _ in range(of_host)] if elsewhere else ())
+    elsewhere = hosts.others()[: on_hosts - 1] if on_hosts > 1 else []
+    places = [(hosts.names()[0], hosts.started), *((host.name, host.start) for host in elsewhere)]
+    of_host, work = processes // on_hosts, pickle.dumps((_forked, worker, arguments))
+    ranks = Ranks([name for name, _ in places for _ in range(of_host)] if elsewhere else ())
     with _meeting_place(alone=not elsewhere) as place:
         variables = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(of_host), STORE: place}
-
-        def own(rank: int, host: str) -> dict[str, str]:
-            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank % of_host)}
-            return variables | of_rank | ({hosts.NAME: host} if elsewhere else {}) if processes > 1 else {}
-
         try:
-            for rank in range(of_host, processes):
-                host = elsewhere[rank // of_host - 1]
-                remote = hosts.Rank(host, preload, own(rank, host.name), _forked, worker, arguments)
-                ranks.ranks.append((remote, remote))
-            for rank in range(of_host):
-                ours, there = context.Pipe()
-                process = context.Process(target=_forked, args=(there, own(rank, first_host), worker, arguments))
-                process.start()
-                there.close()
-                ranks.ranks.insert(rank, (process, ours))
+            for rank in reversed(range(processes)):  # this host last: its server may have to import the modules first
+                name, start = places[rank // of_host]
+                own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank % of_host)} if processes > 1 else {}
+                own |= {hosts.NAME: name} if elsewhere else {}
+                ranks.ranks.insert(0, start(preload, own, work))
             yield ranks
             ranks.close()
         except BaseException:  # a signal's handler may raise it, even while the ranks run to their end
@@ -221,7 +207,7 @@ def _meeting_place(*, alone: bool) -> Iterator[str]:
         with tempfile.TemporaryDirectory() as private:
             yield f"{private}/store"
         return
-    listener = socket.create_server((hosts.address(), 0))
+    listener = hosts.server()
     name, port = listener.getsockname()[:2]
     store = dist.TCPStore(  # type: ignore[attr-defined]
         name, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -243,15 +229,8 @@ def _end_of(process: Any) -> str:
     return f"the process ended with exit code {process.exitcode}; its output is above."
 
 
-def _forked(
-    pipe: Connection,
-    variables: dict[str, str],
-    worker: Callable[..., Generator[Any, Any, None]],
-    arguments: tuple[Any, ...],
-) -> None:
-    end_with_parent()
+def _forked(pipe: Connection, worker: Callable[..., Generator[Any, Any, None]], arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives this signal too, and ends this process
-    os.environ |= variables
     from numpy import random  # imported here, because this module loads before quick commands end
 
     gc.freeze()  # the server's objects stay alive, so no collection needs to scan them, and to copy their pages

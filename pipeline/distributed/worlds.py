@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -234,8 +233,7 @@ def world(
     meeting_place, host = os.environ.get(STORE), os.environ.get(hosts.NAME, platform.node())
     if size is not None:
         main_address = (meeting_place or os.environ.get("MASTER_ADDR", "")).partition(":")[0]
-        interface = _loopback() if size == local_size else hosts.interface_to(main_address)
-        if interface:
+        if interface := hosts.interface_to("127.0.0.1" if size == local_size else main_address):
             variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     with default_environment(variables), share_of(cores, local_size) if device == "cpu" else nullcontext():
         if size is None:
@@ -286,12 +284,6 @@ def share_of(cores: float, processes: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _loopback() -> str | None:
-    """Return the name of this system's loopback interface; None if there is none."""
-    addresses = psutil.net_if_addrs()
-    return next((name for name in addresses if any(item.address == "127.0.0.1" for item in addresses[name])), None)
 
 
 def _gpu(local_rank: int) -> torch.device:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from pipeline.errors import PipelineError, count
-from pipeline.files import PREPARED
-from pipeline.hosts.allocation import address, in_use, link_to, names, on_host
+from pipeline.hosts.allocation import address, link_to, names, on_host, record, server
 from pipeline.hosts.helper import Host
-from pipeline.hosts.link import accept, acknowledge, beat_to, timed_to, watch
+from pipeline.hosts.link import accept, beat_to
 from pipeline.processes import boot_id
 
 MOST_DIFFERENCES = 8
@@ -30,72 +28,36 @@ def others() -> list[Host]:
     """Return the other hosts. The first call starts their helpers. Raises PipelineError if a host cannot be reached,
     does not see this directory, or differs in a value on which numbers depend."""
     first, *rest = names()
-    record = in_use()[1]
-    started = [Host(name, on_host()) for name in rest]
-    spins = {name: value for name, value in os.environ.items() if name == "GOMP_SPINCOUNT"}
-    _answers(started, _set_variables, spins)  # before ranks start; a prefix such as ssh's passes no variables
-    for host in started:
-        host.ask(record)
-    records = [(first, record()), *((host.name, host.value()) for host in started)]
-    refuse_differences(records)
-    with tempfile.NamedTemporaryFile(dir=Path.cwd(), prefix=".hosts-") as shared:
-        seen = _answers(started, os.path.exists, Path(shared.name).name)
-        if blind := [host.name for host, sees in zip(started, seen, strict=True) if not sees]:
-            raise PipelineError(
-                f"a file in {Path.cwd()} of {first} is not in the directory of {', '.join(blind)}: run in a directory "
-                "that all hosts see, or correct launch.on_host."
-            )
-    refuse_differences([*zip(names(), [_arrays(), *_answers(started, _arrays)], strict=True)])
-    here, key = _listening({host.name: partial(watch, lose=host.lose) for host in started})
-    for host in started:
-        host.ask(beat_to, here, key, host.name)
-    for host in started:
-        host.value()
-    return started
+    key, recorded = secrets.token_bytes(32), record()
+    with server() as listening, tempfile.NamedTemporaryFile(dir=Path.cwd(), prefix=".hosts-") as shared:
+        started = {name: Host(name, on_host()) for name in rest}
 
+        def listen() -> None:
+            with suppress(OSError):  # when the server is shut down
+                accept(listening, key, lambda beats: started[beats.recv_bytes(256).decode()].watch(beats))
 
-def _listening(greet: dict[str, Callable[[Connection], object]]) -> tuple[tuple[str, int], bytes]:
-    """Listen until each host that ``accept`` shall greet has connected. Return this host's address, and the secret."""
-    key = secrets.token_bytes(32)
-    try:
-        server = socket.create_server((address(), 0))
-    except OSError as error:
+        Thread(target=listen, daemon=True).start()
+        for name, host in started.items():
+            host.say("call", _joined, listening.getsockname(), key, name, Path(shared.name).name, recorded)
+        own = recorded()
+        for host in started.values():
+            host.about = host.value()
+        listening.shutdown(socket.SHUT_RDWR)
+    refuse_differences([(first, own), *((name, host.about["record"]) for name, host in started.items())])
+    if blind := [name for name, host in started.items() if not host.about["sees"]]:
         raise PipelineError(
-            f"launch.address: {address()} is no address of this host ({error}); set the one at which the other hosts "
-            "reach it."
-        ) from None
-    here: tuple[str, int] = server.getsockname()
-    Thread(target=accept, args=(server, key, greet), daemon=True).start()
-    return here, key
+            f"a file in {Path.cwd()} of {first} is not in the directory of {', '.join(blind)}: run in a directory "
+            "that all hosts see, or correct launch.on_host."
+        )
+    return [*started.values()]
 
 
-def slowest_link() -> float | None:
-    """Return the bytes per second that the slowest link to this host carries now; None if this host is alone."""
-    speeds = []
-    for host in others() if len(names()) > 1 else []:  # one after the other, since they share this host's link
-        host.ask(timed_to, *_listening({host.name: acknowledge}), host.name)
-        speeds.append(host.value())
-    return min(speeds, default=None)
-
-
-def _answers(asked: Sequence[Host], function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Let all hosts call ``function`` at once; return their values."""
-    for host in asked:
-        host.ask(function, *arguments)
-    return [host.value() for host in asked]
-
-
-def _set_variables(values: Mapping[str, str]) -> None:
-    os.environ.update(values)
-
-
-def _arrays() -> dict[str, dict[str, str]]:
-    """Return the identity of each prepared array, which a local copy of the folder does not have."""
-    stats = {file.name: file.stat() for file in PREPARED.glob("*.npy")}
-    identities = {
-        name: f"file {of.st_ino}, {of.st_size} bytes, changed at {of.st_mtime_ns} ns" for name, of in stats.items()
-    }
-    return {"arrays": identities}
+def _joined(
+    here: tuple[str, int], key: bytes, name: str, shared: str, recorded: Callable[[], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """In a helper: connect to the first host; return what it wants to know about this one."""
+    beat_to(here, key, name)
+    return {"record": recorded(), "sees": Path(shared).exists(), "boot": boot_id(), "link": link_to(here[0])}
 
 
 def links() -> list[dict[str, str | int | None]]:
@@ -103,17 +65,10 @@ def links() -> list[dict[str, str | int | None]]:
     link, "machine" is the number of the first host of this machine, since two names may mean one."""
     if len(names()) == 1:
         return []
-    here = address()
-    boots = [boot_id(), *_answers(others(), boot_id)]
-    known = [link_to(here), *_answers(others(), link_to, here)]
-    return [link | {"machine": boots.index(boot)} for link, boot in zip(known, boots, strict=True)]
-
-
-def linked_as(known: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if ``known`` can be the present ``links``, as far as this host alone can tell."""
-    alone = len(names()) == 1
-    own = {} if alone else link_to(address()) | {"machine": 0}
-    return (0 if alone else len(names())) == len(known) and own == dict(*known[:1])
+    there = [host.about for host in others()]
+    known = [{"boot": boot_id(), "link": link_to(address())}, *there]
+    boots = [about["boot"] for about in known]
+    return [about["link"] | {"machine": boots.index(about["boot"])} for about in known]
 
 
 def refuse_differences(records: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -25,7 +26,7 @@ PODS = "PIPELINE_PODS"
 _INTERACTIVE_STEP = "4294967290"
 """The id of the step in which `salloc` may run a shell on the first node (SLURM_INTERACTIVE_STEP in slurm.h)."""
 
-_launch: Launch | None = None
+_launch = Launch(hosts=[socket.gethostname()])
 _record: Callable[[], Mapping[str, Any]] = dict
 
 
@@ -39,15 +40,14 @@ def use(launch: Launch, record: Callable[[], Mapping[str, Any]]) -> int:
     return len(names())
 
 
-def in_use() -> tuple[Launch, Callable[[], Mapping[str, Any]]]:
-    """Return what ``use`` was given."""
-    assert _launch
-    return _launch, _record
+def record() -> Callable[[], Mapping[str, Any]]:
+    """Return the ``record`` that ``use`` was given."""
+    return _record
 
 
 def names() -> list[str]:
     """Return the names of the hosts, this host's first; one name if this host is alone."""
-    if _launch is None or launched_size() is not None:  # a launcher has divided the processes
+    if launched_size() is not None:  # a launcher has divided the processes
         return [socket.gethostname()]
     if _launch.hosts != "auto":
         return _launch.hosts
@@ -62,16 +62,15 @@ def names() -> list[str]:
 
 def on_host() -> str:
     """Return the words that run a command on another host, in which {host} stands for its name."""
-    launch, _ = in_use()
-    if launch.hosts == "auto" and PODS in os.environ:
+    if _launch.hosts == "auto" and PODS in os.environ:
         return f"{shlex.quote(sys.executable)} -m pipeline host --on {{host}}"
-    return launch.on_host
+    return _launch.on_host
 
 
 def idle_nodes() -> str | None:
     """Say that a Slurm job has nodes that stay idle, because this is not its batch script; None if there are none."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
-    if nodes == "1" or len(names()) > 1 or _launch is None or _launch.hosts != "auto" or launched_size() is not None:
+    if nodes == "1" or len(names()) > 1 or _launch.hosts != "auto" or launched_size() is not None:
         return None
     return f"this Slurm job has {nodes} nodes, but only this one is used, because this is not the job's batch script"
 
@@ -87,20 +86,25 @@ def _scontrol(*arguments: str) -> str:
         ) from None
 
 
+def server() -> socket.socket:
+    """Return a socket that listens at the address at which the other hosts reach this one. Raises PipelineError."""
+    try:
+        return socket.create_server((address(), 0))
+    except OSError as error:
+        raise PipelineError(
+            f"launch.address: found {json.dumps(_launch.address)}, but the address at which {names()[1]} reaches this "
+            f"host cannot be used or found ({error}); set the right IP address."
+        ) from None
+
+
 def address() -> str:
-    """Return the IP address at which the other hosts reach this one. Raises PipelineError if it is unknown."""
-    if _launch and _launch.address:
+    """Return the IP address at which the other hosts reach this one. Raises OSError if there is no route to them."""
+    if _launch.address:
         return _launch.address
     other = names()[1]
     if "SLURMD_NODENAME" in os.environ and (known := re.search(r"NodeAddr=(\S+)", _scontrol("show", "node", other))):
         other = known[1]
-    try:
-        return _source_of_route(other)
-    except OSError as error:
-        raise PipelineError(
-            f"launch.hosts: this host finds no route to {other} ({error}); set launch.address to the IP address at "
-            "which the other hosts reach this host."
-        ) from None
+    return _source_of_route(other)
 
 
 def _source_of_route(address: str) -> str:

@@ -168,9 +168,6 @@ class Session(Record):
     """None in a file of an older version, which did not record the end, nor ``spins``."""
     hosts: tuple[str, ...] = Field((), exclude_if=operator.not_)
     """The names of the hosts, the one that ran the bench first. Empty if it was alone."""
-    link_bytes_per_second: float | None = Field(None, exclude_if=operator.not_)
-    """What the slowest link between hosts carried when the session started (``hosts.slowest_link``). None if there was
-    no link, and in a file of an older version."""
     spins: int | None = None
     """How often a waiting OpenMP thread looked for work before it slept (``processes.set_openmp_spins``)."""
 
@@ -180,11 +177,6 @@ ONE_SESSION = 3600.0
 bench's end. Such benches are not independent, because they share the host's other guests and the time of day."""
 CLOCKS_AGREE = 60.0
 """Within one boot, wall clock and uptime show the same duration up to this many seconds, unless the clock was set."""
-
-OTHER_LINK = 4.0
-"""Benches between whose links' speeds lies at least this factor belong to different sessions."""
-FAST_LINK = 1e9
-"""Links of more bytes per second than this are alike, because other work disturbs what Python measures there."""
 
 
 class Bench(Document):
@@ -253,9 +245,8 @@ class Bench(Document):
     def goes_on_in(self, later: Session) -> bool:
         """Return True if the bench with the session record ``later`` belongs to the same session as this bench.
 
-        Both have the same hosts, and links of about the same speed. In one boot, both the wall clock and the uptime
-        must show that the session is over. An uptime that goes on shows that there was no boot in between, whatever the
-        ids of the boots say.
+        Both have the same hosts. In one boot, both the wall clock and the uptime must show that the session is over. An
+        uptime that goes on shows that there was no boot in between, whatever the ids of the boots say.
         """
         by_wall = by_uptime = _between(self.session.start_utc, later.start_utc)
         one_boot = later.boot_id == self.session.boot_id
@@ -263,10 +254,8 @@ class Bench(Document):
             by_uptime = later.uptime_seconds - self.session.uptime_seconds
             one_boot &= later.boot_id is not None  # two unknown boots are not one boot
             one_boot |= abs(by_wall - by_uptime) < CLOCKS_AGREE
-        before, now = (min(session.link_bytes_per_second or 0.0, FAST_LINK) for session in (self.session, later))
-        same_links = not (before and now) or 1 / OTHER_LINK < before / now < OTHER_LINK
         same_hosts = later.hosts == self.session.hosts
-        return same_hosts and same_links and one_boot and min(by_wall, by_uptime) - self.lasted_seconds < ONE_SESSION
+        return same_hosts and one_boot and min(by_wall, by_uptime) - self.lasted_seconds < ONE_SESSION
 
     def problems(self) -> list[str]:
         problems = []

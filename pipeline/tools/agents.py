@@ -11,63 +11,45 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
-from threading import Event, Thread
+from typing import cast
 
 from pipeline.errors import PipelineError, say
-from pipeline.hosts.link import prove
+from pipeline.hosts.link import accept
 
 KEY_FILE = "PIPELINE_KEY_FILE"
 """The environment variable that names the file with the key."""
 PORT = 29400
 """The port of an agent whose address names none."""
-STRANGER_SECONDS = 10
-"""How long an agent waits for each answer of a process that has not shown yet that it knows the key."""
 RETRY_SECONDS = 1.0
 
 
 def listen(address: str) -> None:
-    """Be the agent that listens at ``address``, such as 10.0.0.2 or 10.0.0.2:29400; never return.
+    """Be the agent that listens at ``address``, such as 10.0.0.2 or 10.0.0.2:29400.
 
-    Any number of commands may run at once. Raises PipelineError if there is no key, or if the address is not free."""
+    Any number of commands may run at once. Raises PipelineError if there is no key, or if nothing can listen there."""
     key = _key()
     try:
-        listener = Listener(_place(address), backlog=64)
+        with socket.create_server(_place(address)) as server:
+            say(f"waiting for commands at {address}")
+            accept(server, key, _serve)
     except OSError as error:
         raise PipelineError(f"nothing can listen at {address}: {error}") from None
-    say(f"waiting for commands at {address}")
-    while True:
-        Thread(target=_serve, args=(listener.accept(), key), daemon=True).start()
 
 
-def _serve(connection: Connection, key: bytes) -> None:
-    """Start the command that the other end names, if it knows the key. Otherwise, close the connection."""
-    with connection, suppress(AuthenticationError, OSError, EOFError):
-        _limit_waiting(connection, STRANGER_SECONDS)
-        prove(connection, key)
-        directory, *words = json.loads(connection.recv_bytes())
-        _limit_waiting(connection, 0)
-        try:
-            process = subprocess.Popen(words, cwd=directory, stdin=connection.fileno(), stdout=connection.fileno())
-        except OSError as error:
-            os.write(connection.fileno(), f"{error}\n".encode())
-            return
-        connection.close()  # it ends with the command
-        process.wait()
-
-
-def _limit_waiting(connection: Connection, seconds: int) -> None:
-    """Let reading fail after so many seconds without a byte; 0: never."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+def _serve(connection: Connection) -> None:
+    """Start the command that the other end names."""
+    words = json.loads(connection.recv_bytes())
+    process = subprocess.Popen(words, stdin=connection.fileno(), stdout=connection.fileno())
+    connection.close()  # it ends with the command
+    process.wait()
 
 
 def run(host: str, words: Sequence[str]) -> int:
@@ -75,25 +57,23 @@ def run(host: str, words: Sequence[str]) -> int:
     an agent. Return 0, or 1 if the command ended first. Raises PipelineError if this process and the agent do not have
     the same key."""
     connection = _connected(host)
-    connection.send_bytes(json.dumps([str(Path.cwd()), *words]).encode())
-    ended = Event()
-    Thread(target=_passed_on, args=(connection, ended), daemon=True).start()
-    with suppress(OSError):
-        while some := os.read(connection.fileno(), 1 << 16):
-            sys.stdout.buffer.write(some)
-            sys.stdout.buffer.flush()
-    if not ended.is_set():
-        say(f"host {host}: the command has ended; the log of its agent says why", file=sys.stderr)
-    return int(not ended.is_set())
-
-
-def _passed_on(connection: Connection, ended: Event) -> None:
-    """Pass on this process's input, and then its end."""
+    connection.send_bytes(json.dumps(["env", "-C", str(Path.cwd()), *words]).encode())
+    sources = [0, connection.fileno()]
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
-        while some := os.read(0, 1 << 16):
-            own.sendall(some)
-        ended.set()
-        own.shutdown(socket.SHUT_WR)
+        while connection.fileno() in sources:
+            for source in cast("list[int]", wait(sources)):
+                some = os.read(source, 1 << 16)
+                if not some:
+                    sources.remove(source)
+                    own.shutdown(socket.SHUT_WR)
+                elif source == 0:
+                    own.sendall(some)
+                else:
+                    sys.stdout.buffer.write(some)
+                    sys.stdout.buffer.flush()
+    if 0 in sources:
+        say(f"host {host}: the command has ended; the log of its agent says why", file=sys.stderr)
+    return int(0 in sources)
 
 
 def _connected(host: str) -> Connection:
