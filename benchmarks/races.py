@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.processes import set_openmp_spins
@@ -28,13 +28,13 @@ import numpy as np
 from benchmarks import machines
 from pipeline import environment, files, params
 from pipeline.comparison import verdicts
-from pipeline.comparison.racing import Race, finalists
+from pipeline.comparison.racing import FEWEST_ROUNDS, RACED, Race, finalists
 from pipeline.comparison.stats import paired_ratio
 from pipeline.errors import say
 from pipeline.params import Margins
 from pipeline.results import Arm, Bench
 from pipeline.results.figures import MEMORY, THROUGHPUT
-from pipeline.tools.advise import FINAL_ROUNDS, LONGEST, RACE_ROUNDS, RACED_UNTIL, SAMPLED, begun
+from pipeline.tools.advise import FINAL_ROUNDS, LONGEST, RACE_ROUNDS, RACED_UNTIL, SAMPLING, begun
 from pipeline.tools.live_table import LiveTable
 
 REPLAYED = machines.FIGURES / "races.json"
@@ -42,24 +42,21 @@ MARGIN = Margins().throughput
 Logs = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def raced(
-    draw: Callable[[], Logs], seconds: Logs, budget: float, doubts: Logs, margin: float = MARGIN
-) -> tuple[list[int], Race, int]:
+def raced(draw: Callable[[], Logs], seconds: Logs, budget: float, doubt: float = 0.0) -> tuple[list[int], Race, int]:
     """Race arms; return those that are not beaten, the race, and its rounds.
 
     ``draw``: returns the logarithms of the speeds and memories of a round, [2, arms]; the baseline is arm 0.
-    ``seconds``: of each arm in a round. ``budget``: seconds for all. ``doubts``: of memories, [arms, arms].
+    ``seconds``: of each arm in a round. ``budget``: seconds for all. ``doubt``: of memories, which rounds do not show.
     """
-    size, margins = len(seconds), {THROUGHPUT: margin, MEMORY: margin}
-    running, rounds, doubtful = [*range(size)], list[Logs](), {THROUGHPUT: np.zeros((size, size)), MEMORY: doubts}
-    race = Race([*map(str, range(size))], {}, margins, doubtful)
+    size, running, rounds = len(seconds), [*range(len(seconds))], list[Logs]()
+    race = Race([*map(str, running)], {}, {THROUGHPUT: MARGIN, MEMORY: MARGIN + doubt})
     while len(running) > 1 and (cost := 2 * float(seconds[running].sum())) <= budget:
         for _ in range(2):
             rounds.append(np.full((2, size), np.nan))
             rounds[-1][:, running] = draw()[:, running]
         budget -= cost
         logs = np.stack(rounds, axis=-1)
-        race = Race(race.names, {THROUGHPUT: logs[0], MEMORY: logs[1]}, margins, doubtful)
+        race = Race(race.names, {THROUGHPUT: logs[0], MEMORY: logs[1]}, race.margins)
         beaten = race.beaten([str(arm) for arm in running[1:]])
         running = [arm for arm in running if str(arm) not in beaten]
     return running, race, len(rounds)
@@ -67,15 +64,8 @@ def raced(
 
 def chosen(running: Sequence[int], race: Race) -> list[int]:
     """Return the baseline and the finalists among the ``running`` arms."""
-    standing = {
-        str(arm): (
-            race.ratio(str(arm), "0", THROUGHPUT).estimate or 1.0,
-            race.ratio(str(arm), "0", MEMORY).estimate or 1.0,
-        )
-        for arm in running
-        if arm
-    }
-    return [0, *map(int, finalists(standing, Margins()))]
+    standing = {str(arm): {figure: race.ratio(str(arm), "0", figure) for figure in RACED} for arm in running if arm}
+    return [0, *map(int, finalists(standing))]
 
 
 def wrongly_dropped(truth: Logs, running: Sequence[int], margin: float = MARGIN) -> list[int]:
@@ -97,20 +87,15 @@ def wrongly_dropped(truth: Logs, running: Sequence[int], margin: float = MARGIN)
 def record(name: str, minutes: float) -> dict[str, Any]:
     """Measure rounds of all candidates of the job in the working directory for so many minutes; return the pool."""
     config, machine, table = params.load(), environment.machine(), LiveTable("races", minutes, 0.0)
-    with begun(config, machine, table, LONGEST * table.seconds) as adviser:
-        baseline = adviser.advice.baseline
-        adviser.sample([baseline, *adviser.advice.names()], 1.0)
-        costs = {arm: cost for arm, cost in adviser.advice.costs.items() if arm != baseline}
-        adviser.update(costs=costs)
-        adviser.sample([baseline], 1.0)  # again, because its first sample includes the start of the server
-        adviser.choose_steps()
-        adviser.server.limit, benches = table.seconds, list[Bench]()
-        adviser.rounds(adviser.running(), table.left(), None, benches.append, {"turns": 1}, fewest=2)
+    with begun(config, machine, table) as adviser:
+        adviser.job.server.limit = LONGEST * table.seconds
+        adviser.sample([adviser.advice.baseline, *adviser.advice.candidates], table.left())
+        running = adviser.running(adviser.advice.candidates)
+        adviser.rounds(running, table.left(), FEWEST_ROUNDS, lambda _: (), turns=1)
     advice = adviser.advice
-    costs = {arm: advice.costs[arm] for arm in (baseline, *advice.costs)}
-    return pool_of(name, benches[-1]) | {
-        "costs": {arm: [round(start, 3), round(step, 4)] for arm, (start, step) in costs.items()},
-        "apart": {candidate.name: candidate.apart for candidate in advice.candidates if candidate.apart},
+    return pool_of(name, advice.benches[-1]) | {
+        "costs": {arm: [round(start, 3), round(step, 4)] for arm, (start, step) in advice.costs.items()},
+        "apart": {candidate.name: candidate.apart for candidate in advice.candidates.values() if candidate.apart},
         "left_out": {arm: left_out.why for arm, left_out in advice.out.items()},
     }
 
@@ -147,8 +132,8 @@ class Pool:
     """Logarithms of speeds and memories, [2, arms, rounds]."""
     unpaired: Logs
     """As ``logs``, with a single window of the baseline in place of the mean of it and its control."""
-    doubts: Logs
-    """95% half-widths of memories that rounds do not show, [arms, arms]."""
+    doubt: float
+    """Of memories, which rounds do not show."""
     seconds: Logs
     """Of each arm in a round; the control counts as the baseline."""
     first_seconds: Logs
@@ -169,13 +154,12 @@ class Pool:
         every = unpaired.copy()
         every[:, 0] = (unpaired[:, 0] + logs(control)) / 2
         complete = ~np.isnan(every).any(axis=(0, 1))
-        heaps = np.array([arms[name]["heap_share"] for name in names])
+        doubt = max(arms[name]["heap_share"] for name in names) / 2
         costs = np.array([recorded["costs"][name] for name in names])
         seconds = costs[:, 0] + recorded["steps"] * costs[:, 1]
         seconds[0] *= 2
-        doubts = np.log1p(np.maximum.outer(heaps, heaps) / 2)
         first = costs[:, 0] + 6 * costs[:, 1]
-        return cls(names, every[..., complete], unpaired[..., complete], doubts, seconds, first)
+        return cls(names, every[..., complete], unpaired[..., complete], doubt, seconds, first)
 
     def scattered(self, factor: float) -> Pool:
         """Return the pool with so many times the scatter about each arm's mean."""
@@ -184,7 +168,7 @@ class Pool:
             mean: Logs = logs.mean(axis=-1, keepdims=True)
             return factor * logs + (1 - factor) * mean
 
-        return Pool(self.names, more(self.logs), more(self.unpaired), self.doubts, self.seconds, self.first_seconds)
+        return replace(self, logs=more(self.logs), unpaired=more(self.unpaired))
 
 
 def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any]:
@@ -200,7 +184,7 @@ def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any
     random, bound = np.random.default_rng(0), math.log1p(MARGIN)
     truth, count = pool.logs.mean(axis=-1), pool.logs.shape[-1]
     total, size = 60 * minutes, len(pool.names)
-    sampled = [arm for arm in range(size) if pool.first_seconds[: arm + 1].sum() <= SAMPLED * total]
+    sampled = [arm for arm in range(size) if pool.first_seconds[: arm + 1].sum() <= SAMPLING * RACED_UNTIL * total]
     spent = float(pool.first_seconds[sampled].sum())
     allowed = (RACED_UNTIL * total - spent) / RACE_ROUNDS
     kept = sorted(sampled[1:], key=lambda arm: pool.seconds[arm])
@@ -209,13 +193,12 @@ def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any
     taking_part = [0, *sorted(kept)]
     within = pool.logs[:, taking_part]
     true, seconds = truth[:, taking_part], pool.seconds[taking_part]
-    doubts = pool.doubts[np.ix_(taking_part, taking_part)]
     counts = dict.fromkeys(("dropped", "front", "ends", "stopwatch"), 0)
     whole = [paired_ratio(*np.exp(within[0][[arm, 0]])) for arm in range(len(taking_part))]
     covered, finals, rounds_used = 0, 0, []
     for _ in range(trials):
         running, race, rounds = raced(
-            lambda: within[..., random.integers(count)], seconds, RACED_UNTIL * total - spent, doubts
+            lambda: within[..., random.integers(count)], seconds, RACED_UNTIL * total - spent, pool.doubt
         )
         front = chosen(running, race)
         rounds_used.append(rounds)

@@ -224,7 +224,7 @@ def racing(within: float, *, candidates: int = 20, trials: int = 1000) -> dict[s
             drawn: Logs = truth + np.array([scatter + random.normal(0, 0.1), random.normal(0, 0.003, size)])
             return drawn
 
-        running, race, rounds = raced(windows, np.ones(size), 6 * candidates, np.zeros((size, size)))
+        running, race, rounds = raced(windows, np.ones(size), 6 * candidates)
         front, (speeds, memories) = chosen(running, race), truth
         dropped += len(wrongly_dropped(truth, running))
         near = speeds[front].max() >= speeds.max() - bound and memories[front].min() <= memories.min() + bound

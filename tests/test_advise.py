@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from pipeline.benchmark import rounds
 from pipeline.benchmark.server import ArmSpec, BenchError
 from pipeline.benchmark.stage import Job
 from pipeline.comparison.racing import RACED, Race, finalists, interaction
+from pipeline.comparison.stats import Difference
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Margins, parse
-from pipeline.plans import plan
+from pipeline.plans import Plan, plan
 from pipeline.results import read_document
 from pipeline.results.figures import MEMORY, THROUGHPUT
 from pipeline.tools import advise, candidates
@@ -34,7 +36,7 @@ from tests.workspaces import CPU_ONLY, PREPARED, enter
 PARAMS: dict[str, Any] = {"train": {"device": "cpu"}, "variants": {"baseline": {}}}
 
 
-class Arms(advise.Patient, Timed):
+class Arms(Timed):
     """A server whose combinations act like the product of what they combine, unless they are known themselves.
 
     ``last``: candidate -> the number of its starts after which it fails.
@@ -42,7 +44,7 @@ class Arms(advise.Patient, Timed):
 
     def __init__(self, arms: dict[str, Known], last: dict[str, int]) -> None:
         Timed.__init__(self, {"baseline": Known()} | arms)
-        self.last, self.limit, self.opened = last, math.inf, list[str]()
+        self.last, self.opened = last, list[str]()
 
     def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
         asked = parse(PARAMS | {"variants": {"baseline": {}, name: values}})
@@ -81,12 +83,8 @@ class Advised:
             with given:
                 yield Job(given, {"baseline": base}, (spec, control), "cpu", facts, dict)
 
-        def patient(limit: float) -> Arms:
-            server.limit = limit
-            return server
-
         monkeypatch.setattr(advise, "served", served)
-        monkeypatch.setattr(advise, "Patient", patient)
+        monkeypatch.setattr(advise, "Server", lambda: server)
         monkeypatch.setattr(advise, "begin_session", lambda: lambda: make_session())
         monkeypatch.setattr(candidates, "_mixes_samples", lambda *_: False)
         monkeypatch.setattr("time.monotonic", lambda: server.now)
@@ -124,7 +122,6 @@ def test_the_best_are_combined_and_measured_again(
     )
     advice = job.run(add=True)
     assert advice.out["chunked_loss-8"].why == "cannot be measured: it has no such layer"
-    assert advice.out["resident_data"].why == "the baseline's data are resident already"
     assert advice.out["compile"].why == "cannot be measured: it took too long to open"
     assert advice.out["gradient_accumulation-4"].why == "cannot be measured: it ran out of memory"
     assert advice.out["for_loop_optimizer"].why.startswith(("beaten by ", "gains nothing over baseline: speed 0.5"))
@@ -142,7 +139,7 @@ def test_the_best_are_combined_and_measured_again(
     assert {arm.variant for arm in advice.final.arms} == {"baseline", *advice.finalists}
     sentence = advice.sentence()
     assert sentence.startswith("take `activation_checkpointing--channels_last`: ")
-    acting = {(one.name, figure.noun): ratio.estimate for one, figure, ratio in advice.interactions()}
+    acting = {(one.name, noun): ratio.estimate for one, ratio, noun in advice.interactions()}
     assert acting["activation_checkpointing--channels_last", "throughput"] == pytest.approx(1.65, rel=0.02)
     assert f"`{best}` if memory is short: " in sentence
     assert Path("reports/advice.html").read_text(encoding="utf-8").count("<svg") > 5
@@ -150,7 +147,7 @@ def test_the_best_are_combined_and_measured_again(
     assert said.count(f"**{sentence}**") == 1
     assert "- activation_checkpointing + channels_last: the throughput is 1.6" in said
     assert "`precision: fp16`" in said[said.index("## Not tried") :]
-    assert "low_bit_optimizer (`optimizer_state: 8bit`)" in said[said.index("## These change the training") :]
+    assert "`optimizer_state: 8bit`" in said[said.index("## These change the training") :]
     written = Path("params.yaml").read_text(encoding="utf-8")
     assert written.startswith("# ours")
     assert "# advise, 2026-11-20: " in written
@@ -172,17 +169,24 @@ def test_late_candidates_have_the_time_of_missing_finalists(advised: Callable[..
     names = ("activation_checkpointing", "selective_checkpointing", "checkpointing_budget__0__5")
     job = advised(**dict.fromkeys(names, Known(opening=40.0)), channels_last=Known(step=0.02))
     advice = job.run(minutes=6)
-    raced = {arm.variant for arm in advice.benches[0].arms}
-    assert "channels_last" not in raced  # there was no time for it before the race
-    assert (advice.finalists, len(advice.benches)) == ((), 2)
-    assert advice.standing()["channels_last"][THROUGHPUT].estimate == pytest.approx(2.5, rel=0.05)
-    assert "channels_last" not in advice.out
-    assert "2 could be raced; ahead: `channels_last` (more minutes" in advice.sentence()
+    raced = [{arm.variant for arm in bench.arms} for bench in advice.benches]
+    assert ["channels_last" in variants for variants in raced] == [False, True]  # there was no time for it before
+    assert advice.finalists == ("channels_last",)
+    assert advice.sentence().startswith("take `channels_last`: ")
+
+
+def test_what_was_too_dear_has_the_time_that_is_left(advised: Callable[..., Advised]) -> None:
+    """The final rounds end when all is decided, and the time that they need not goes to what the race left out."""
+    job = advised(channels_last=Known(step=0.03), compile=Known(opening=14.0), baseline=Known(opening=3.0))
+    advice = job.run("speed", minutes=5)
+    raced = [{arm.variant for arm in bench.arms} for bench in advice.benches]
+    assert ["compile" in variants for variants in raced] == [False, True]
+    assert (advice.finalists, advice.final and advice.final.rounds) == (("channels_last",), 8)
 
 
 def test_without_candidates_there_is_no_advice(advised: Callable[..., Advised]) -> None:
     advice = advised(activation_checkpointing=Known(opening=10.0)).run(minutes=1)
-    assert "no advice: of 17 candidates, 1 could be raced (more minutes" in advice.sentence()
+    assert "surely better; 17 of 17 candidates not decided (more minutes" in advice.sentence()
 
 
 def test_an_interrupted_run_goes_on(advised: Callable[..., Advised]) -> None:
@@ -206,7 +210,7 @@ def test_an_interrupted_run_goes_on(advised: Callable[..., Advised]) -> None:
     then, now = kept.final.arms, advice.final.arms
     assert all(arm.samples[: len(was.samples)] == was.samples for arm, was in zip(now, then, strict=True))
     assert len(now[0].samples) > len(then[0].samples)
-    assert advice.candidate(advice.finalists[0]).techniques[0] == "channels_last"
+    assert advice.candidates[advice.finalists[0]].techniques[0] == "channels_last"
 
 
 def test_a_race_drops_what_another_beats() -> None:
@@ -239,7 +243,7 @@ def test_a_profile_chooses_what_comes_first(advised: Callable[..., Advised]) -> 
     file.write_text(json.dumps({"config": {"train": job.config.train.model_dump(mode="json")}, "findings": [finding]}))
     advice = job.run("speed", minutes=5)
     assert (advice.bound, advice.why) == ("launches", f"The GPU idles for 40% of a step ({file})")
-    assert job.server.opened[:2] == ["baseline", "compile"]
+    assert job.server.opened[1:3] == ["baseline", "compile"]
     assert "is bound by launches of kernels: The GPU idles" in Path("reports/advice.html").read_text(encoding="utf-8")
 
 
@@ -260,17 +264,24 @@ def test_an_arm_that_fails_takes_no_other_with_it() -> None:
 def test_the_largest_batches_stand_apart(
     advised: Callable[..., Advised], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        candidates, "_too_large", lambda _, plan, *__: "too large" if plan.name == "channels_last" else ""
-    )
-    monkeypatch.setattr(
-        candidates, "largest_batches", lambda _, plans, *__: dict.fromkeys(plans, 1024) | {"baseline": 0}
-    )
+    """Each step needs a MiB a sample; that of channels_last, a GiB."""
+
+    class Estimated:
+        def __init__(self, plan: Plan) -> None:
+            self.bytes = 2**30 if plan.name == "channels_last" else 2**20
+
+        def ledger(self, size: int) -> SimpleNamespace:
+            return SimpleNamespace(peak_bytes=self.bytes * size)
+
+        def largest_batch(self, memory_bytes: int) -> int:
+            return memory_bytes // self.bytes
+
+    monkeypatch.setattr(candidates, "estimated", lambda _, plan, *__: Estimated(plan))
     advice = advised(foreach_optimizer=Known(step=0.03)).run("speed", minutes=5, memory="8GiB")
     assert advice.finalists == ("foreach_optimizer",)
     said = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
-    assert "- A larger batch: predicted to fit into 8GiB: baseline none, foreach_optimizer 1024." in said
-    assert "- `channels_last: true`: too large." in said
+    assert "- A larger batch: predicted to fit into 8GiB: baseline 8192, foreach_optimizer 8192." in said
+    assert "- `channels_last: true`: a step would need 256 GiB." in said
 
 
 def test_of_two_as_lean_the_faster_is_taken(advised: Callable[..., Advised]) -> None:
@@ -284,16 +295,27 @@ def test_of_two_as_lean_the_faster_is_taken(advised: Callable[..., Advised]) -> 
 
 
 def test_what_there_was_no_time_for_is_not_decided(advised: Callable[..., Advised]) -> None:
-    advice = advised(baseline=Known(opening=10.0), channels_last=Known(opening=60.0)).run("speed", minutes=2)
-    assert {advice.out[name].kind for name in ("channels_last", "compile")} == {"time"}
-    assert "no advice: of 6 candidates, 1 could be raced (more minutes" in advice.sentence()
+    advice = advised(baseline=Known(opening=10.0), channels_last=Known(opening=60.0)).run("speed", minutes=3)
+    assert [advice.out[name].kind for name in ("channels_last", "compile")] == ["failed", "time"]
+    assert "surely better; 5 of 6 candidates not decided (more minutes" in advice.sentence()
 
 
 def test_finalists_are_ends_and_middle_of_the_front() -> None:
-    standing = {"fast": (2.0, 1.0), "lean": (0.8, 0.3), "middle": (1.7, 0.5), "near": (1.98, 0.98), "worse": (1.6, 0.6)}
-    assert finalists(standing, Margins()) == ["fast", "middle", "lean"]
-    assert finalists(standing | {"lean too": (0.5, 0.295)}, Margins()) == ["fast", "middle", "lean"]
-    assert finalists({"hardly": (1.02, 1.0), "worse": (0.9, 1.1)}, Margins()) == []
+    known = {"fast": (2.0, 1.0), "lean": (0.8, 0.3), "middle": (1.7, 0.5), "near": (1.98, 0.98), "worse": (1.6, 0.6)}
+
+    def found(of: dict[str, tuple[float, float]]) -> list[str]:
+        return finalists(
+            {
+                name: {
+                    figure: Difference(estimate=ratio, margin=0.03) for figure, ratio in zip(RACED, both, strict=True)
+                }
+                for name, both in of.items()
+            }
+        )
+
+    assert found(known) == ["near", "middle", "lean"]  # as fast as the fastest, up to the margin, and leaner
+    assert found(known | {"lean too": (0.5, 0.295)}) == ["near", "middle", "lean"]
+    assert found({"hardly": (1.02, 1.0), "worse": (0.9, 1.1)}) == []
 
 
 def test_an_interaction_has_the_errors_of_both() -> None:
@@ -333,8 +355,8 @@ def test_micro_batches_of_a_batchnorm_stand_apart(monkeypatch: pytest.MonkeyPatc
     apart = {one.name: one.apart for one in found if one.apart}
     assert set(apart) == {f"gradient_accumulation-{number}" for number in (2, 4, 8)} | {"factored_optimizer"}
     assert apart["gradient_accumulation-4"] == "the model mixes samples (BatchNorm), and sees 64 at once"
-    assert {one.technique for one in untried if not one.apart} == {
-        *("activation_offload", "auto_micro_batch", "zeroed_gradients", "expandable_segments", "release_cache"),
+    assert {one.setting.partition(":")[0] for one in untried if not one.apart} == {
+        *("activation_offload", "gradient_accumulation", "set_to_none", "expandable_segments", "release_cache"),
     }
 
 
@@ -348,11 +370,11 @@ def test_micro_batches_of_a_batchnorm_stand_apart(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_what_excludes_another_is_not_combined(second: dict[str, Any], settings: dict[str, Any] | None) -> None:
-    first = candidates.Candidate(name="first", settings={"channels_last": True}, techniques=("channels_last",))
+    first = candidates.Candidate(name="first", added={"channels_last": True}, techniques=("channels_last",))
     technique = next(iter(second.values())) if "precision" in second else next(iter(second))
-    other = candidates.Candidate(name="second", settings=second, techniques=(technique,))
-    made = candidates.combined(parse(PARAMS), CPU_ONLY, parse(PARAMS).variants["baseline"], first, other)
-    assert (made and made.settings) == settings
+    other = candidates.Candidate(name="second", added=second, techniques=(technique,))
+    made = candidates.combined(parse(PARAMS), CPU_ONLY, first, other)
+    assert (made and made.added) == settings
 
 
 @pytest.mark.slow
@@ -363,23 +385,20 @@ def test_real_arms_are_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     params = {"fetch": {"dataset": "digits"}, "train": train, "bench": bench, "variants": variants}
     config = enter(tmp_path, monkeypatch, params)
     base = plan(config, "baseline", CPU_ONLY)
-    fitting, untried = candidates.alone(config, CPU_ONLY, base, ["memory"], PREPARED, 175 * 2**20)
+    fitting, untried = candidates.alone(config, CPU_ONLY, base, ["memory"], PREPARED, "175MiB")
     apart = {candidate.name for candidate in fitting if candidate.apart}
     assert apart == {f"gradient_accumulation-{number}" for number in (4, 8)}  # resnet9 has a BatchNorm
     assert [left_out.setting for left_out in untried if "a step would need 1" in left_out.why] == [
         "gradient_accumulation: 2"
     ]
     assert "chunked_loss-8" in {candidate.name for candidate in fitting}  # its first sample shows that it cannot run
-    largest = candidates.largest_batches(config, {"baseline": base}, 175 * 2**20, PREPARED)
-    assert 64 < largest["baseline"] < 128
+    assert 64 < (candidates.estimated(config, base, PREPARED).largest_batch(175 * 2**20) or 0) < 128
     monkeypatch.setattr(advise, "FINAL_ROUNDS", 1)
     advise.run(config, CPU_ONLY, minutes=0.5, memory=None, add=False, only=["data-loading"], age_seconds=0.0)
     advice = read_document(FILE, Advice, "")
     assert advice.finished
-    names = {candidate.name for candidate in advice.candidates}
-    assert names >= {"streamed_data", "dataloader"}
-    assert advice.out["resident_data"].kind == "beaten"
-    assert names <= {*advice.costs, *advice.out}
+    assert advice.candidates.keys() >= {"resident_data", "streamed_data", "dataloader"}
+    assert advice.candidates.keys() <= {*advice.costs, *advice.out}
 
 
 def recorded(scatter: float) -> dict[str, Any]:

@@ -753,6 +753,9 @@ def test_a_late_server_is_cut_and_starts_again(tmp_path: Path) -> None:
         server.deadline = math.inf
         server.restart()
         assert server.describe() == {"requests": []}
+        server.limit = 0.1  # it answers once
+        with pytest.raises(OutOfTime, match="it took too long to describe"):
+            server.describe()
 
 
 @pytest.mark.usefixtures("workspace")

@@ -57,8 +57,9 @@ class Timed(Server):
 
     def takes(self, seconds: float, name: str, do: str) -> None:
         seconds *= self.slower if self.now >= self.slows_at else 1.0
-        if self.now + seconds > self.deadline:
-            self.now = self.deadline
+        latest = min(self.deadline, self.now + self.limit)
+        if self.now + seconds > latest:
+            self.now = latest
             raise OutOfTime(f"{name} cannot be measured: it took too long to {do}", name)
         self.now += seconds
         if self.now >= self.interrupt_at:

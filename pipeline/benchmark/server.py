@@ -45,7 +45,7 @@ class ServerLost(BenchError):
 
 
 class OutOfTime(ServerLost):
-    """A server did not answer before its ``deadline``."""
+    """A server did not answer before its ``deadline``, or within its ``limit``."""
 
 
 class Arms(Protocol):
@@ -69,6 +69,8 @@ class Server(AbstractContextManager["Server"]):
         self.root, self._python = root, python
         self.deadline = math.inf
         """By ``time.monotonic``: an answer that comes later raises OutOfTime."""
+        self.limit = math.inf
+        """The seconds that an answer may take before it raises OutOfTime."""
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -151,8 +153,8 @@ class Server(AbstractContextManager["Server"]):
         try:
             questions.write(json.dumps({"do": do, **request}) + "\n")
             questions.flush()
-            left = None if self.deadline == math.inf else max(0.0, self.deadline - time.monotonic())
-            if not select.select([answers], [], [], left)[0]:
+            left = max(0.0, min(self.deadline - time.monotonic(), self.limit))
+            if not select.select([answers], [], [], None if left == math.inf else left)[0]:
                 raise OutOfTime(f"{about}it took too long to {do}", name)
             line = answers.readline()
         except BrokenPipeError:

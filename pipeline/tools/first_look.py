@@ -30,7 +30,7 @@ from pipeline.results import KEPT_BENCHES, Arm, Bench, Session, Window
 from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.results.figures import THROUGHPUT, Figure
 from pipeline.results.rejections import advised
-from pipeline.tools.live_table import LiveTable, dearest
+from pipeline.tools.live_table import LiveTable, dearest, in_cells
 
 SAMPLING, SAMPLE = 1 / 2, 1 / 3
 """All first samples together, and each of them, may take these shares of the time that is left before them."""
@@ -272,9 +272,7 @@ class Look:
         rows = {name: {figure: seen[figure] for figure in known} for name, seen in (ratios | {"A/A": noises}).items()}
         if not known:
             rows, news = {}, news + "; no ratios until A/A shows how much this machine scatters" * bool(self.rounds)
-        cells = {"variant": [figure.noun for figure in known]}
-        cells |= {name: [facts.brief(ratio) for ratio in seen.values()] for name, seen in rows.items()}
-        self.table.show(news, cells, [f"{name} {_cells(seen)}" for name, seen in rows.items()])
+        self.table.show(news, rows, self.absent)
 
     @property
     def cost(self) -> RoundCost:
@@ -318,7 +316,7 @@ class Look:
         doubts = {ratio.why_untrusted for seen in ratios.values() for ratio in seen.values() if ratio.why_untrusted}
         lines += facts.sentences(sorted(doubts))
         if noises:
-            lines.append(f"The baseline against itself: {_cells(noises)}.")
+            lines.append(f"The baseline against itself: {in_cells(noises)}.")
         if self.kept:
             later = "another `try` of the same variants, begun within an hour, goes on from them"
             if self.folder is not SHORT:
@@ -352,7 +350,3 @@ class Look:
         if rounds <= self.rounds:
             return ", but a bench of as many rounds would tell"
         return f", but about {self.cost.minutes_of(int(rounds)):g} would tell"
-
-
-def _cells(ratios: Mapping[Figure, Difference]) -> str:
-    return ", ".join(f"{figure.word} {facts.brief(ratio)}" for figure, ratio in ratios.items())

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from tqdm import tqdm
 
+from pipeline.comparison.stats import Difference
 from pipeline.errors import ConfigError, say
+from pipeline.report.facts import brief
+from pipeline.results.figures import Figure
 
 
 class LiveTable:
@@ -26,12 +29,15 @@ class LiveTable:
         """Return the seconds until this share of the minutes is over."""
         return self._started + share * self.seconds - time.monotonic()
 
-    def show(self, news: str, rows: Mapping[str, Sequence[str]], line: Sequence[str]) -> None:
-        """Show what is new: on a terminal, draw the table again in its place; elsewhere, print a line. ``rows``: first
-        cell -> the others, the heads first. ``line``: what the line says after the news."""
+    def show(self, news: str, ratios: Mapping[str, Mapping[Figure, Difference]], out: Mapping[str, str]) -> None:
+        """Show what is new, and ratios to the baseline: on a terminal, draw the table again in its place; elsewhere,
+        print a line without the arms that are ``out``. ``out``: arm that is not measured any more -> why."""
         if not sys.stdout.isatty():
-            say(f"{self._command}: {'; '.join([news, *line])}")
+            known = (f"{name} {in_cells(of)}" for name, of in ratios.items() if name not in out)
+            say(f"{self._command}: {'; '.join([news, *known])}")
             return
+        rows = {"": [figure.noun for figure in next(iter(ratios.values()), ())]}
+        rows |= {name: [*map(brief, of.values()), out.get(name, "")] for name, of in ratios.items()}
         width = max(map(len, rows))
         lines = [f"{self._command}: {news}; {max(0.0, self.left()):.0f} s left"]
         lines += [f"  {name:{width}}" + "".join(f"  {text:24}" for text in texts) for name, texts in rows.items()]
@@ -49,6 +55,11 @@ class LiveTable:
     def stay(self) -> None:
         """Leave what is drawn where it is: other output follows."""
         self._drawn = 0
+
+
+def in_cells(ratios: Mapping[Figure, Difference]) -> str:
+    """Return the ratios on one line."""
+    return ", ".join(f"{figure.word} {brief(ratio)}" for figure, ratio in ratios.items())
 
 
 def dearest(costs: Mapping[str, float], seconds: float, most: int) -> list[str]:
