@@ -198,14 +198,11 @@ def _parser() -> argparse.ArgumentParser:
     option("script", "--base COMMAND", "the command, such as 'python train.py'", required=True)
     arms: dict[str, Any] = {"action": "append", "default": [], "dest": "arms"}
     arm = "the command with further arguments, after variables such as OMP_NUM_THREADS=2"
-    option("script", "--arm NAME=ARGUMENTS", arm, type=partial(_arm, False), **arms)
-    option("script", "--command NAME=COMMAND", "an arm with another command", type=partial(_arm, True), **arms)
-    setting = "a setting of params.yaml, such as bench.max_rounds=6 or compare.margins.throughput=0.02"
+    option("script", "--arm NAME=ARGUMENTS", arm, type=partial(_arm, "arguments"), **arms)
+    option("script", "--command NAME=COMMAND", "an arm with another command", type=partial(_arm, "command"), **arms)
+    setting = "a setting of params.yaml, such as bench.max_rounds=6 or script.optimizer=2"
     option("script", "--set KEY=VALUE", setting, action="append", default=[], dest="settings", type=str)
     option("script", "--minutes X", "longest time for the rounds (10.0)", 10.0)
-    option("script", "--timeout X", "longest silence of an arm, in seconds (600.0)", 600.0)
-    optimizer = "the number of the optimizer whose steps count, as they are made; 0: the first to step (0)"
-    option("script", "--optimizer X", optimizer, 0)
     option("script", "--output X", "the report's directory (script-report)", Path("script-report"), type=Path)
     option("script", "--in-place", "run in this directory instead of copies of it")
     option("script", "--batch-differs", "batches differ on purpose: compare samples/s")
@@ -265,9 +262,9 @@ def _script_seen(config: Config, before: dict[str, Any]) -> dict[str, Any] | Non
     known = stages.script_seen(config, before)
     if known or config.script is None:
         return known
-    from pipeline.script import inputs
+    from pipeline.script import training
 
-    return inputs.examined(config)
+    return training.examined(config)
 
 
 def _configured() -> tuple[Config, Machine]:
@@ -449,9 +446,9 @@ def _arms(_: argparse.Namespace) -> Callable[[], object]:
 
 
 def _arms_of_script(config: Config) -> Callable[[], object]:
-    from pipeline.script import serving
+    from pipeline.script import arms
 
-    return partial(serving.serve, config)
+    return partial(arms.serve, config)
 
 
 def _host(parsed: argparse.Namespace) -> Callable[[], object]:
@@ -656,10 +653,10 @@ def _init(parsed: argparse.Namespace) -> Callable[[], object]:
     return partial(init.run, environment.machine(), **{name: getattr(parsed, name) for name in named})
 
 
-def _arm(whole: bool, text: str) -> tuple[str, str, bool]:
-    """Parse NAME=TEXT; ``whole``: the text is a whole command."""
-    name, _, given = text.partition("=")
-    return name, given, whole
+def _arm(key: str, text: str) -> tuple[str, str, str]:
+    """Parse NAME=TEXT; ``key``: what the text is of the variant NAME."""
+    name, _, value = text.partition("=")
+    return name, key, value
 
 
 def _script(parsed: argparse.Namespace) -> Callable[[], object]:

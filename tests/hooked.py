@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from torch.optim import optimizer as optimizers
 
-from pipeline.processes import malloc
 from pipeline.script import hook
 
 
@@ -23,7 +24,6 @@ class Bed:
     """The bench's side of a hook that runs in this process."""
 
     def __init__(self, folder: Path) -> None:
-        shutil.copy(malloc.__file__, folder / "malloc.py")
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(str(folder / "socket"))
         self.listener.listen(1)
@@ -31,8 +31,11 @@ class Bed:
         self.open: Any = None
         self.rank = hook.Rank(folder)
 
-    def requests(self, *steps: int | None, **options: Any) -> threading.Thread:
-        """Answer the hook with one request of each of these numbers of steps (None: to the end), then let it go on."""
+    def requests(
+        self, *steps: int | None, first: Mapping[str, bool] = MappingProxyType({}), **options: bool
+    ) -> threading.Thread:
+        """Answer the hook with one request of each of these numbers of steps (None: to the end), then let it go on.
+        ``first``: options of the first request."""
 
         def serve() -> None:
             connection = self.listener.accept()[0]
@@ -40,10 +43,13 @@ class Bed:
             connection.close()
             self.answers.append(json.loads(stream.readline()))
             plain = {"malloc": "keep_freed_memory", "examine": False}
-            for number in steps:
-                stream.write(json.dumps(plain | {"steps": number} | options).encode() + b"\n")
+            for number, own in zip(steps, [first, *[{}] * len(steps)], strict=False):
+                request = {**plain, "steps": number, "anew": True, **options, **own}
+                stream.write(json.dumps(request).encode() + b"\n")
                 self.answers.append(json.loads(stream.readline()))
-            stream.write(json.dumps(plain | {"steps": 10**9}).encode() + b"\n")  # an examined one would leave its hook
+            stream.write(
+                json.dumps(plain | {"steps": 10**9, "anew": True}).encode() + b"\n"
+            )  # an examined one would leave its hook
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -63,6 +69,7 @@ def hooked() -> Iterator[Bed]:
     bed = Bed(folder)
     bed.rank.install(optimizers)
     yield bed
+    atexit.unregister(bed.rank.end)
     for stream in (bed.listener, bed.open, bed.rank.connection):
         stream.close()
     monkeypatch.undo()

@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -24,15 +23,14 @@ from pipeline.benchmark.server import BenchError
 from pipeline.benchmark.stage import begin_session
 from pipeline.cli import main
 from pipeline.errors import ConfigError
-from pipeline.params import Bench, Command
-from pipeline.params.commands import commands_of
+from pipeline.params import Command, Config
 from pipeline.results import SameJob, Window
 from pipeline.results.figures import OUTSIDE
 from pipeline.script import command, hook, jobs
 from pipeline.script.arms import OpenArm, Scripts
 from pipeline.script.command import config_of
 from pipeline.script.jobs import Job, scratch_copy
-from pipeline.script.sameness import credits_of, same_jobs
+from pipeline.script.sameness import check_samples, same_jobs
 from tests.commands import printed
 from tests.factories import make_arm, make_window
 from tests.hooked import Bed, hooked
@@ -77,9 +75,13 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def server(timeout: float = 120.0, **options: Any) -> Scripts:
-    given = {"in_place": False, "left_out": [], "optimizer": 0} | options
-    return Scripts(Bench(max_foreign_load=1.0), timeout=timeout, **given)
+def made_of(base: str, arms: Any, settings: Any, **script: Any) -> Config:
+    return config_of(base, arms, settings, minutes=10.0, **script)
+
+
+def server(timeout: float = 120.0) -> Scripts:
+    settings = ["bench.max_foreign_load=1.0", f"script.timeout_seconds={timeout}"]
+    return Scripts(made_of("python train.py", [], settings))
 
 
 def plan(*arguments: str) -> dict[str, Any]:
@@ -91,16 +93,14 @@ def plan(*arguments: str) -> dict[str, Any]:
 
 
 def test_an_arm_is_arguments_variables_or_another_command() -> None:
-    commands = commands_of(
-        "base",
-        "LIMIT=1 python train.py --epochs 3",
-        [
-            ("bf16", "--bf16 --name 'a b' --separator ';' --escaped \\|", False),
-            ("tf32", "NVIDIA_TF32_OVERRIDE=1", False),
-            ("hydra", "trainer.precision=16", False),
-            ("two", "A=2 torchrun --nproc-per-node 2 train.py", True),
-        ],
-    )
+    arms = [
+        ("bf16", "arguments", "--bf16 --name 'a b' --separator ';' --escaped \\|"),
+        ("tf32", "arguments", "NVIDIA_TF32_OVERRIDE=1"),
+        ("hydra", "arguments", "trainer.precision=16"),
+        ("two", "command", "A=2 torchrun --nproc-per-node 2 train.py"),
+    ]
+    config = made_of("LIMIT=1 python train.py --epochs 3", arms, [])
+    commands = {name: config.command_of(name) for name in config.variants}
     base = ("python", "train.py", "--epochs", "3")
     assert commands["base"] == Command(base, {"LIMIT": "1"}, "LIMIT=1 python train.py --epochs 3")
     quoted = ("--name", "a b", "--separator", ";", "--escaped", "|")
@@ -113,33 +113,34 @@ def test_an_arm_is_arguments_variables_or_another_command() -> None:
 @pytest.mark.parametrize(
     ("base", "arm", "told"),
     [
-        ("", ("a", "--b", False), "--base: found ''; expected a command"),
-        ("python 'train.py", ("a", "--b", False), "No closing quotation"),
-        ("python train.py && python test.py", ("a", "--b", False), "--base: found '&' in .*no shell runs the command"),
-        ("python train.py", ("a", "--b 2>&1", False), "--arm a: found '>'"),
-        ("python train.py", ("base", "--b", False), "found the name 'base'; allowed: a new name"),
-        ("python train.py", ("A b", "--b", False), "found the name 'A b'"),
-        ("python train.py", ("a", "X=1", True), "--arm a: found 'X=1'; expected a command"),
+        ("", ("a", "arguments", "--b"), "script.command: found ''; expected a command"),
+        ("python 'train.py", ("a", "arguments", "--b"), "No closing quotation"),
+        ("python a.py && python b.py", ("a", "arguments", "--b"), "script.command: found '&' .*no shell runs the comm"),
+        ("python train.py", ("a", "arguments", "--b 2>&1"), "variants.a.arguments: found '>'"),
+        ("python train.py", ("base", "arguments", "--b"), "--arm base: found the name twice; allowed: a new name"),
+        ("python train.py", ("A b", "arguments", "--b"), "variants.A b"),
+        ("python train.py", ("a", "command", "X=1"), "variants.a.command: found 'X=1'; expected a command"),
     ],
 )
-def test_what_is_no_arm_is_refused(base: str, arm: tuple[str, str, bool], told: str) -> None:
+def test_what_is_no_arm_is_refused(base: str, arm: tuple[str, str, str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        commands_of("base", base, [arm])
+        made_of(base, [arm], [])
 
 
 def test_a_script_s_settings_are_those_of_params() -> None:
-    config = config_of(["bench.max_rounds=6", "compare.margins.throughput=2e-2"])  # a number for YAML 1.2 alone
+    settings = ["bench.max_rounds=6", "compare.margins.throughput=2e-2"]  # a number for YAML 1.2 alone
+    config = made_of("python train.py", [], settings)
     assert (config.bench.max_rounds, config.compare.margins.throughput, config.compare.baseline) == (6, 0.02, "base")
     for setting, told in (
-        ("bench.max_round=6", "--set: bench.max_round: unknown key. Did you mean max_rounds"),
+        ("bench.max_round=6", "the command line: bench.max_round: unknown key. Did you mean max_rounds"),
         ("bench.max_rounds=[", "--set: found 'bench.max_rounds=['; expected KEY=VALUE"),
         ("compare.baseline.x=6", "--set: found 'compare.baseline.x=6'; expected KEY=VALUE"),
         ("compare.baseline.x.y=6", "--set: found 'compare.baseline.x.y=6'; expected KEY=VALUE"),
-        ("bench.max_rounds", "--set: found 'bench.max_rounds'; expected KEY=VALUE, with a key of bench or compare"),
-        ("train.epochs=6", "--set: found 'train.epochs=6'; expected KEY=VALUE, with a key of bench or compare"),
+        ("bench.max_rounds", "--set: found 'bench.max_rounds'; expected KEY=VALUE, with a key of bench, compare or"),
+        ("train.epochs=6", "--set: found 'train.epochs=6'; expected KEY=VALUE, with a key of bench, compare or"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
-            config_of([setting])
+            made_of("python train.py", [], [setting])
 
 
 # What goes wrong
@@ -148,12 +149,15 @@ def test_a_script_s_settings_are_those_of_params() -> None:
 @pytest.mark.parametrize(
     ("program", "told"),
     [
-        ("print('hello'); raise SystemExit(3)", ["before its first optimizer step", "exit code 3", "  | hello"]),
-        ("open('../data')", ["It ran in a copy of this directory (--in-place runs it here).", "  | FileNotFoundError"]),
-        ("print('done')", ["no Python process of it took a step of a torch.optim optimizer", "  | done"]),
-        ("input('name? ')", ["It has no input and no terminal", "  | EOFError"]),
+        (
+            "print('hello'); raise SystemExit(3)",
+            ["before its first optimizer step, the command ended with exit code 3", "  | hello"],
+        ),
+        ("open('../data')", ["in a copy of this directory (with --in-place: in itself).", "  | FileNotFoundError"]),
+        ("print('done')", ["before its first optimizer step, the command ended; it must train for longer", "  | done"]),
+        ("input('name? ')", ["It ran without input and terminal", "  | EOFError"]),
         ("open('/dev/tty')", ["No such device or address: '/dev/tty'"]),
-        ("import os; os.kill(os.getpid(), 9)", ["killed by SIGKILL"]),
+        ("import os; os.kill(os.getpid(), 9)", ["was killed by SIGKILL"]),
         ("print('x' * 5_000_000 + '\\nlast words'); raise SystemExit(1)", ["  | last words"]),
     ],
 )
@@ -171,21 +175,21 @@ def test_every_arm_runs_the_code_of_the_start(work: Path) -> None:
         scripts.open("old", plan("train.py"), 10)
 
 
-def test_a_launcher_of_another_python_is_named(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_of_another_python_is_named(work: Path) -> None:
     """As a torchrun of another environment, which lacks the script's packages."""
-    for name, interpreter in ("theirs", "/elsewhere/bin/python3"), ("ours", work / "python3"), ("python", "/bin/sh"):
-        (work / name).write_text(f"#!{interpreter}\n", encoding="utf-8")
-        (work / name).chmod(0o755)
-    python = work / "python"
-    told = f" theirs runs /elsewhere/bin/python3, whose packages can differ from those of {python}."
-    assert [jobs.other_python(name, str(work)) for name in ("theirs", "ours", "python", "none")] == [told, "", "", ""]
-    (work / "theirs").write_text(f"#!{sys.executable}\nraise SystemExit('no such package')\n", encoding="utf-8")
-    monkeypatch.setenv("PATH", str(work))
+    environment = work.parent / "environment"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).parent}\n", encoding="utf-8")
+    (environment / "bin" / "python").symlink_to(sys.executable)
+    (launcher := environment / "bin" / "torchrun").write_text(
+        f"#!{environment}/bin/python\nraise SystemExit('no such package')\n", encoding="utf-8"
+    )
+    launcher.chmod(0o755)
     with (
         server() as scripts,
-        pytest.raises(BenchError, match=rf"theirs runs {sys.executable}, .*\n  \| no such package"),
+        pytest.raises(BenchError, match=rf"of {environment}, not of {sys.prefix}.\n  \| no such package"),
     ):
-        scripts.open("launched", Command(("theirs",))._asdict(), 10)
+        scripts.open("launched", Command((str(launcher),))._asdict(), 10)
 
 
 @pytest.mark.usefixtures("work")
@@ -242,9 +246,25 @@ def test_a_rank_takes_the_steps_it_is_asked_for(bed: Bed) -> None:
         step(model, optimizer)
     serving.join()
     about, first, second = bed.answers
-    assert about | {"rank": 0, "world_size": 1, "backend": None, "learning_rate": 0.5, "parameters": 10} == about
-    assert (first["steps"], len(first["seconds"]), second["steps"], len(second["seconds"])) == (2, 2, 5, 3)
-    assert sum(second["seconds"]) <= second["wall"]
+    conditions = {"world_size": 1, "backend": None, "learning_rate": 0.5, "parameter_count": 10}
+    assert about["rank"] == 0
+    assert about["conditions"] | conditions == about["conditions"]
+    clock = second["clock"]
+    assert (first["steps"], len(first["clock"]["step_seconds"])) == (2, 2)
+    assert (second["steps"], len(clock["step_seconds"])) == (5, 3)
+    assert sum(clock["step_seconds"]) <= clock["measured_seconds"]
+
+
+def test_turns_add_up_until_a_request_anew(bed: Bed) -> None:
+    serving = bed.requests(2, 3, anew=False, first={"anew": True})
+    model, optimizer = net_and_optimizer()
+    for _ in range(6):
+        step(model, optimizer)
+    serving.join()
+    *_, second = bed.answers
+    assert len(second["clock"]["step_seconds"]) == 5
+    aside, waited = second["waits"]
+    assert 0 <= aside <= waited + 1
 
 
 def test_samples_are_counted_at_the_first_trained_module(bed: Bed) -> None:
@@ -263,12 +283,11 @@ def test_samples_are_counted_at_the_first_trained_module(bed: Bed) -> None:
     assert bed.answers[1]["samples"] == [12, 14, 16]
 
 
-@pytest.mark.parametrize("evaluations", [1, 5])
-def test_a_step_may_evaluate_its_samples_in_a_closure(bed: Bed, evaluations: int) -> None:
-    """As Lightning's, with a first micro-batch outside of the step; and as LBFGS's, which evaluates them repeatedly."""
+def test_a_step_may_evaluate_its_samples_in_a_closure(bed: Bed) -> None:
+    """As Lightning's, with a first micro-batch outside of the step."""
     serving = bed.requests(4, examine=True)
     model = net()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=evaluations, tolerance_grad=0, tolerance_change=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
     def closure(samples: int) -> torch.Tensor:
         loss: torch.Tensor = model(torch.ones(samples, 4)).square().sum()
@@ -283,15 +302,22 @@ def test_a_step_may_evaluate_its_samples_in_a_closure(bed: Bed, evaluations: int
 
 
 def test_reading_memory_is_no_part_of_a_window(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(10**6))
-    monkeypatch.setattr(hook, "perf_counter", lambda: float(next(now)))
-    monkeypatch.setattr(hook, "resident", lambda: iter([next(now), next(now)]))
+    order: list[str] = []
     serving = bed.requests(2)
     model, optimizer = net_and_optimizer()
+    for method in ("open", "close"):
+        for name in ("Clock", "Memory"):
+            call = getattr(bed.rank.windows[name], method)
+
+            def noted(self: Any, call: Any = call, what: str = f"{name} {method}", **measured: bool) -> None:
+                order.append(what)
+                call(self, **measured)
+
+            monkeypatch.setattr(bed.rank.windows[name], method, noted)
     for _ in range(3):
         step(model, optimizer)
     serving.join()
-    assert (bed.answers[1]["seconds"], bed.answers[1]["wall"]) == ([1.0, 1.0], 4.0)
+    assert order[:4] == ["Memory open", "Clock open", "Clock close", "Memory close"]
 
 
 def test_a_step_that_a_scaler_skips_did_not_happen(bed: Bed) -> None:
@@ -317,7 +343,7 @@ def test_the_steps_of_one_optimizer_count(bed: Bed, monkeypatch: pytest.MonkeyPa
         step(model, first, second)
     serving.join()
     about, answer = bed.answers
-    assert (about["learning_rate"], answer["steps"], answer["optimizers"]) == (rate, 4, 2)
+    assert (about["conditions"]["learning_rate"], answer["steps"], answer["optimizers"]) == (rate, 4, 2)
 
 
 def test_digests_and_updates_tell_equal_trainings_from_others(bed: Bed) -> None:
@@ -331,14 +357,14 @@ def test_digests_and_updates_tell_equal_trainings_from_others(bed: Bed) -> None:
     serving.join()
     answer = bed.answers[1]
     assert answer["started"] != answer["ended"]
-    updates = torch.load(answer["update"], weights_only=True)
+    updates = [update for *_, update in torch.load(answer["trained"], weights_only=True)]
     expected = [(now - then).reshape(-1) for then, now in zip(before, after, strict=True)]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(updates, expected, strict=True))
 
 
 def examined_training(
     optimizer: type[torch.optim.Optimizer], *, seed: int = 0, lr: float = 1e-3, batch: int = 32, change: str = ""
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Train convolutions with biases in front of BatchNorm for four steps, as an arm, and return its answer."""
     torch.manual_seed(seed)
     memory = torch.channels_last if change == "channels_last" else torch.contiguous_format
@@ -358,7 +384,7 @@ def examined_training(
                 model[0].weight.grad = None
             steps.step()
         serving.join()
-        return {"examined": [bed.answers[1] | {"update": torch.load(bed.answers[1]["update"], weights_only=True)}]}
+        return [bed.answers[1] | {"trained": torch.load(bed.answers[1]["trained"], weights_only=True)}]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD], ids=["adamw", "sgd"])
@@ -377,29 +403,16 @@ def test_a_gradient_of_rounding_errors_makes_no_other_job(optimizer: type[torch.
 
 
 def test_a_training_is_answered_as_its_process_exits(bed: Bed) -> None:
-    serving = bed.requests(None, examine=True)
+    serving = bed.requests(4, None, first={"examine": True})
     model, optimizer = net_and_optimizer()
     for _ in range(9):
         step(model, optimizer)
     bed.rank.end()
     serving.join()
-    answer = bed.answers[1]
-    assert (answer["steps"], len(answer["seconds"]), answer["samples"]) == (9, 9, [8] * (hook.COUNTED_STEPS - 1))
-    assert answer["started"] != answer["ended"]
+    _, first, answer = bed.answers
+    assert (first["samples"], answer["steps"], len(answer["clock"]["step_seconds"])) == ([8] * 3, 9, 5)
+    assert answer["ended"] not in (first["started"], first["ended"])
     assert torch.nn.modules.module._global_forward_pre_hooks == {}, "later steps are not counted"
-
-
-def test_a_training_may_get_further_parameters_before_its_end(bed: Bed) -> None:
-    serving = bed.requests(None, examine=True)
-    model, head = net(), net()
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.5)
-    for number in range(3):
-        step(head, optimizer)
-        if not number:
-            optimizer.add_param_group({"params": [*model.parameters()]})
-    bed.rank.end()
-    serving.join()
-    assert bed.answers[1]["steps"] == 3
 
 
 def test_a_forked_worker_is_not_taken_for_a_rank(bed: Bed) -> None:
@@ -429,24 +442,24 @@ def test_a_user_s_own_sitecustomize_keeps_running(tmp_path: Path) -> None:
 # The figures of an arm
 
 
-def turn_of(*seconds: float, **facts: Any) -> dict[str, Any]:
-    """What a rank answers after a turn."""
-    given = {"peak": None, "reserved": None, "retries": None, "compile_seconds": 0.0, "wall": sum(seconds)}
-    return given | {"seconds": [*seconds]} | facts
+def turn_of(*seconds: float, wall: float = 0.0, compiling: float = 0.0, **memory: Any) -> dict[str, Any]:
+    """What a rank answers after its turns."""
+    clock = {"step_seconds": [*seconds], "measured_seconds": wall or sum(seconds)}
+    return {"clock": clock, "memory": memory, "waits": [0.0, 0.0], "compile_seconds": compiling}
 
 
 def measured(
-    *turns: list[dict[str, Any]], gpu: str | None = None, memory: Any = (), samples: int | None = 64
+    *ranks: dict[str, Any], gpu: str | None = None, memory: Any = (), samples: int | None = 64, requested: int = 4
 ) -> Window:
-    """The window of an arm whose ranks answered its ``turns`` so; ``memory``: their answers in the memory window."""
-    about = {"gpu": gpu, "backend": None, "threads": 1, "parameters": 10, "learning_rate": 0.1}
-    arm = OpenArm(cast(Job, SimpleNamespace(ranks=[about] * len(turns[0]))), Command((), samples=samples), 4)
-    arm.turns, arm.memory = [*turns], [*memory]
-    return arm.measured().window
+    """The window of an arm whose ranks answered so; ``memory``: their answers in the memory window."""
+    conditions = {"backend": None, "threads_per_process": 1, "parameter_count": 10, "learning_rate": 0.1}
+    about = {"gpu": gpu, "conditions": conditions | {"world_size": len(ranks)}}
+    job = cast(Job, SimpleNamespace(ranks=[about] * len(ranks), command=Command(())))
+    return OpenArm(job, samples, requested, [*ranks], [*memory]).measured().window
 
 
 def test_an_evaluation_between_two_steps_is_no_step() -> None:
-    window = measured([turn_of(0.1, 0.1)], [turn_of(0.1, 2.1)])
+    window = measured(turn_of(0.1, 0.1, 0.1, 2.1))
     assert window.samples_per_second == pytest.approx(64 / 0.1)
     assert window.step_p99_ms == pytest.approx(100)
     assert OUTSIDE.of(window) == pytest.approx(2 / 2.4)
@@ -454,7 +467,7 @@ def test_an_evaluation_between_two_steps_is_no_step() -> None:
 
 
 def test_the_slowest_rank_counts_and_unknown_samples_make_steps() -> None:
-    window = measured([turn_of(*[0.1] * 4), turn_of(*[0.2] * 4)], samples=None)
+    window = measured(turn_of(*[0.1] * 4), turn_of(*[0.2] * 4), samples=None)
     assert window.measured_steps == 4
     assert window.samples_per_second == pytest.approx(5.0)
     assert window.rejections == ()
@@ -462,23 +475,23 @@ def test_the_slowest_rank_counts_and_unknown_samples_make_steps() -> None:
 
 def test_memory_is_summed_on_cpus_alone() -> None:
     steps = [0.1] * 4
-    before = [turn_of(*steps, peak=5), turn_of(*steps, peak=7)]
-    assert measured([turn_of(*steps, peak=90), turn_of(*steps, peak=90)], memory=before).peak_memory_bytes == 12
-    on_gpus = [turn_of(*steps, peak=peak, reserved=9, retries=0) for peak in (5, 7)]
-    window = measured(on_gpus, gpu="H100")
+    before = [turn_of(*steps, peak_bytes=5), turn_of(*steps, peak_bytes=7)]
+    assert measured(*[turn_of(*steps, peak_bytes=90)] * 2, memory=before).peak_memory_bytes == 12
+    on_gpus = [turn_of(*steps, peak_bytes=peak, reserved_bytes=9, retries=0) for peak in (5, 7)]
+    window = measured(*on_gpus, gpu="H100")
     assert (window.peak_memory_bytes, window.peak_reserved_bytes, window.allocator_retries) == (7, 9, 0)
 
 
 @pytest.mark.parametrize(
     ("facts", "code"),
     [
-        ({"compile_seconds": 0.5}, "recompiled"),
-        ({"peak": 5, "reserved": 9, "retries": 1}, "allocator_retried"),
+        ({"compiling": 0.5}, "recompiled"),
+        ({"peak_bytes": 5, "reserved_bytes": 9, "retries": 1}, "allocator_retried"),
         ({"wall": 0.5}, "clocks_disagree"),
     ],
 )
 def test_a_disturbed_window_is_rejected(facts: dict[str, Any], code: str) -> None:
-    window = measured([turn_of(*[0.1] * 4, **facts)])
+    window = measured(turn_of(*[0.1] * 4, **facts))
     assert [rejection.code for rejection in window.rejections] == [code]
     assert window.samples_per_second is None
 
@@ -491,14 +504,19 @@ def same_job(samples: int | None) -> SameJob:
 
 
 def test_an_arm_of_other_samples_is_refused_unless_meant() -> None:
+    script, meant = (made_of("a", [], [], batch_differs=differs).script for differs in (False, True))
+    assert script
+    assert meant
     jobs = {"base": same_job(64), "half": same_job(32)}
     with pytest.raises(ConfigError, match="half: found 32 samples a step, but base takes 64"):
-        credits_of(jobs, "base", batch_differs=False)
-    assert credits_of(jobs, "base", batch_differs=True) == {"base": 64, "half": 32}
-    unknown = {"base": same_job(None), "half": same_job(32)}
-    assert credits_of(unknown, "base", batch_differs=False) == {"base": None, "half": None}
-    with pytest.raises(ConfigError, match="cannot be seen in base"):
-        credits_of(unknown, "base", batch_differs=True)
+        check_samples(jobs, "base", script)
+    check_samples(jobs, "base", meant)
+    unknown = {"base": same_job(None), "half": same_job(None)}
+    check_samples(unknown, "base", script)
+    with pytest.raises(ConfigError, match=r"cannot be seen in base, half, .*: set script.samples_per_step, without"):
+        check_samples(unknown, "base", meant)
+    with pytest.raises(ConfigError, match=r"cannot be seen in base, .*: set script.samples_per_step"):
+        check_samples(unknown | {"half": same_job(32)}, "base", script)
 
 
 @pytest.mark.usefixtures("work")
@@ -530,19 +548,18 @@ def test_a_scratch_copy_has_only_the_script_s_files(tmp_path: Path) -> None:
 # The command, with arms whose figures are known
 
 
-class Played(AbstractContextManager["Played"]):
+class Played(Scripts):
     """A server of arms whose speeds, memories and samples are known; with noise of 1%, the same in each session."""
 
     known: ClassVar[dict[str, tuple[float, float, int, float]]] = {}
     """What an arm changes -> its speed and memory relative to the base's, its samples a step, and its update."""
     interrupted_after, seed = 10**9, 0
 
-    def __init__(self, _: Bench, **options: Any) -> None:
-        self.options, self.opened, self.closed = options, dict[str, dict[str, Any]](), 0
-        self.draw = random.Random(self.seed)
+    def __init__(self, config: Config, content: dict[str, Any]) -> None:
+        super().__init__(config, content)
+        self.opened, self.closed, self.draw = dict[str, dict[str, Any]](), 0, random.Random(self.seed)
 
-    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
-        assert ledgers == (plan["samples"] is None)
+    def open(self, name: str, plan: dict[str, Any], steps: int, **_: Any) -> None:
         self.opened[name] = plan | {"steps": steps}
 
     def turn(self, name: str, steps: int) -> None:
@@ -554,29 +571,28 @@ class Played(AbstractContextManager["Played"]):
             raise KeyboardInterrupt
         plan = self.opened.pop(name)
         speed, memory, samples, update = self.known.get(plan["changed"], (1.0, 1.0, 64, 1.0))
-        credited = plan["samples"] or 1
         outside: dict[str, Any] = {"input_wait_fraction": None, OUTSIDE.field: 0.1}
         window = make_window(
-            samples_per_second=1e8 * speed * credited * math.exp(self.draw.gauss(0, 0.01)),
+            samples_per_second=1e8 * speed * samples * math.exp(self.draw.gauss(0, 0.01)),
             peak_memory_bytes=round(200 * MIB * memory * math.exp(self.draw.gauss(0, 0.001))),
             measured_steps=plan["steps"], step_p50_ms=1e-5 / speed, step_p90_ms=1e-5 / speed, step_p99_ms=1e-5 / speed,
             **outside,
         )  # fmt: skip
-        conditions = make_arm("base", changed=plan["changed"], placement=None, batch_size=credited, rounds=1).conditions
-        rank = {"python": "3.12", "torch": "2.11.0", "gpu": None}
-        examined = {"started": "s", "ended": str(update), "update": [torch.full((8,), update)],
-                    "trained": [("layer.weight", 1.0)],
-                    "samples": [samples] * 3, "optimizers": 2, "sources": {"train.py": "0"}}  # fmt: skip
-        values = conditions.model_dump(mode="json") | {"window": window.model_dump(mode="json")}
-        return values | {"ranks": [rank], "examined": [examined], "workers": False}
-
-    def __exit__(self, *_: object) -> None: ...
+        conditions = make_arm("base", changed=plan["changed"], placement=None, batch_size=samples, rounds=1).conditions
+        trained = [("layer.weight", 1.0, torch.full((8,), update))]
+        self.examined[name] = [
+            {"started": "s", "ended": str(update), "trained": trained, "samples": [samples] * 3, "optimizers": 2}
+        ]
+        unknown = {"ledgers": None, "flops": None}
+        return conditions.model_dump(mode="json") | unknown | {"window": window.model_dump(mode="json")}
 
 
 @pytest.fixture
 def play(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:  # noqa: ARG001
     """Run the command with a ``Played`` server; the arguments are further ones of the command line."""
     monkeypatch.setattr(command, "Scripts", Played)
+    seen = {"commands": [], "files": {"train.py": "0"}, "alone": False}
+    monkeypatch.setattr(command, "examined", lambda _: seen)
     arms = ["--arm", "slower=--sleep 0.044", "--arm", "nothing=--nothing"]
     Played.known = {"--sleep 0.044": (1 / 1.1, 1.5, 64, 1.4), "--nothing": (1.0, 1.0, 64, 2.1)}
     Played.known |= {"--batch 32": (2.0, 0.5, 32, 2.0)}
@@ -626,10 +642,13 @@ def test_the_report_has_what_is_known_of_a_script(play: Callable[..., int]) -> N
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        (("--timeout", "nan"), "--timeout: found nan; expected a number above 0"),
-        (("--optimizer", "-1"), "--optimizer: found -1; expected a number above 0"),
+        (("--set", "script.timeout_seconds=.nan"), "the command line: script.timeout_seconds: found nan"),
+        (("--set", "script.optimizer=-1"), "the command line: script.optimizer: found -1"),
         (("--output", "train.py"), "--output: found the file train.py; expected a directory"),
-        (("--set", "bench.max_rounds=0"), "--set: bench.max_rounds: found 0; input should be greater than 0"),
+        (
+            ("--set", "bench.max_rounds=0"),
+            "the command line: bench.max_rounds: found 0; input should be greater than 0",
+        ),
     ],
 )
 def test_an_impossible_option_is_refused_first(
@@ -687,9 +706,7 @@ def test_known_answers_of_a_script_alone(work: Path) -> None:
 def test_a_script_that_ends_before_its_window_is_named() -> None:
     with server() as scripts:
         scripts.open("short", plan("train.py", "--steps", "100", "--sleep", "0"), 100)
-        with pytest.raises(
-            BenchError, match=r"after \d+ steps, the command ended \(exit code 0\); let it train longer"
-        ):
+        with pytest.raises(BenchError, match=r"after \d+ steps, the command ended; it must train for longer"):
             scripts.turn("short", 100)
 
 
@@ -716,11 +733,12 @@ def test_ranks_with_data_loaders_are_measured_until_one_dies(work: Path) -> None
     (work / "ranks.py").write_text(RANKS, encoding="utf-8")
     launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ranks.py")
     with server() as scripts:
-        scripts.open("whole", plan(*launched, "-1"), 4, ledgers=True)
+        scripts.open("whole", plan(*launched, "-1"), 4)
         scripts.turn("whole", 4)
+        alone = scripts._open["whole"].job.needs_all()
         whole = scripts.close("whole")
-        assert (whole["world_size"], whole["backend"], whole["workers"]) == (2, "gloo", True)
-        assert [rank["samples"] for rank in whole["examined"]] == [[32, 32, 32]] * 2
+        assert (whole["world_size"], whole["backend"], alone) == (2, "gloo", True)
+        assert [rank["samples"] for rank in scripts.examined["whole"]] == [[32, 32, 32]] * 2
         assert whole["window"]["measured_steps"] == 4
         with pytest.raises(BenchError, match=r"(?s)after 7 steps, the command ended .*rank 1 has failed") as raised:
             scripts.open("dies", plan(*launched, "8"), 4)

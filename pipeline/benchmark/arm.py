@@ -51,6 +51,10 @@ STEPS_PER_ARITHMETIC = 25
 LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs shorten windows)"
 
 
+Commands = Mapping[str, Callable[..., dict[str, Any] | None]]
+"""Request -> the function that answers it; None stands for nothing to say."""
+
+
 class Measured(RunConditions):
     """The measurement of one arm in fresh processes."""
 
@@ -67,9 +71,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
     """Answer the requests for this checkout's variants."""
 
     def describe() -> dict[str, Any]:
-        values = config.model_dump(mode="json", include={"variants", "train", "bench", "compare", "gate"})
-        return values | {
-            "environment": environment.hash_of(environment.read(), "variants", *config.variants),
+        return description(config, environment.read()) | {
             "dataset": dataset_of(read_dataset(prepared)).model_dump(mode="json"),
             "device": plan_of(config, config.compare.baseline, machine).device,
             "requests": [*commands],
@@ -79,9 +81,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
         alone = config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
         return planned(alone, name, machine, prepared).model_dump(mode="json")
 
-    def open_(
-        name: str, plan: dict[str, Any], steps: int, ledgers: bool = False, memory: bool = True
-    ) -> dict[str, Any]:
+    def open_(name: str, plan: dict[str, Any], steps: int, ledgers: bool = False, memory: bool = True) -> None:
         made = Plan.model_validate(plan)
         arguments = (config, made, prepared, environment.read(), steps, ledgers, memory)
         with ExitStack() as processes:
@@ -91,12 +91,10 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
             ask = processes.enter_context(ranks)
             ask(None)
             arms[name] = ask, every_arm.enter_context(processes.pop_all())
-        return {}
 
-    def turn(name: str, steps: int) -> dict[str, Any]:
+    def turn(name: str, steps: int) -> None:
         ask, _ = arms[name]
         ask(steps)
-        return {}
 
     def close(name: str) -> dict[str, Any]:
         ask, processes = arms.pop(name)
@@ -105,7 +103,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
         return dict(measured.model_dump(mode="json"))
 
     arms: dict[str, tuple[Callable[[int | None], list[Any]], ExitStack]] = {}
-    commands: dict[str, Callable[..., dict[str, Any]]] = {
+    commands: Commands = {
         "describe": describe, "plan": plan_, "open": open_, "open_for_speed": partial(open_, memory=False),
         "turn": turn, "close": close,
     }  # fmt: skip
@@ -113,9 +111,15 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
         answer_requests(commands)
 
 
-def answer_requests(commands: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
-    """Answer requests until stdin ends. The answer to a request that raises a PipelineError is ``{"error":
-    message}``."""
+def description(config: Config, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the description of any checkout says. ``content``: that of environment.json."""
+    values = config.model_dump(mode="json", include={"variants", "bench", "compare", "gate"})
+    return values | {"train": config.job, "environment": environment.hash_of(content, "variants", *config.variants)}
+
+
+def answer_requests(commands: Commands) -> None:
+    """Answer requests until stdin ends, with plain values or records. The answer to a request that raises a
+    PipelineError is ``{"error": message}``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client receives the signal too, and ends this process
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # sys.exit ends the processes forked for a request
     terminate_with_parent()  # if the parent ended before this call, stdin ends too
@@ -124,10 +128,10 @@ def answer_requests(commands: Mapping[str, Callable[..., dict[str, Any]]]) -> No
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = commands[request.pop("do")](**request)
+            answer = commands[request.pop("do")](**request) or {}
         except PipelineError as error:
             answer = {"error": str(error)}
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer, default=lambda record: record.model_dump(mode="json")), file=answers, flush=True)
 
 
 def _rank_of_arm(

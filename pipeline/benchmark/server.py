@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, Protocol, Self
 
 from tqdm import tqdm
 
-from pipeline.errors import PipelineError, first_line, printable, say
+from pipeline.errors import PipelineError, first_line, printable
 from pipeline.results import Arm, RunConditions, SameJob, Window
 
 LAST_WORDS_SECONDS = 2.0
@@ -131,12 +131,11 @@ class Server(AbstractContextManager["Server"]):
 
     def same_jobs(self, base: str, control: str) -> dict[str, SameJob]:
         """Return whether the arms that were measured so far compute what ``base`` computes: arm -> its job beside the
-        base's; nothing if the checkout's code cannot tell. Prints what a person must know of them."""
+        base's; nothing if the checkout's code cannot tell. It prints what a person must know of them."""
         if "same_jobs" not in self.requests:
             return {}
         answer = self._ask("same_jobs", base=base, control=control)
-        say("\n".join(f"bench: {line}" for line in answer["lines"]))
-        return {name: SameJob.model_validate(values) for name, values in answer["jobs"].items()}
+        return {name: SameJob.model_validate(values) for name, values in answer.items()}
 
     def measure(self, name: str, plan: dict[str, Any], steps: int) -> dict[str, Any]:
         """Open an arm, let it take ``steps`` steps in one turn, and return what ``close`` returns."""

@@ -62,6 +62,8 @@ Settled = Callable[[Rounds], Collection[str]]
 """Returns the variants that need no further rounds."""
 MemoryKnown = Callable[[Rounds], bool]
 """Returns True if no variant needs further measurements of memory."""
+Kept = Callable[[Bench], object]
+"""Keeps the bench so far."""
 
 
 def run(
@@ -81,8 +83,14 @@ def run(
     unsettled. Each complete round is saved at once, so that a killed bench loses only its current round. Raises
     PipelineError. An interrupt raises KeyboardInterrupt, whose message says which rounds are kept.
     """
+    session = begin_session()
+
+    def keep(bench: Bench) -> None:
+        files.write_text(KEPT_BENCHES / file_name(bench), bench.to_json())
+
     try:
-        bench = _measured(config, machine, again=again, settled=settled, memory_known=memory_known)
+        with served(config, machine, Server()) as job:
+            bench = measured(config, job, session, keep, again=again, settled=settled, memory_known=memory_known)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             "no round was complete, so nothing is kept; the same command starts from the beginning"
@@ -114,38 +122,38 @@ def run(
         )
 
 
-def _measured(config: Config, machine: Machine, *, again: bool, settled: Settled, memory_known: MemoryKnown) -> Bench:
-    session_so_far = begin_session()
-    with served(config, machine, Server()) as job:
-        ablated, not_ablated = isolating(config, job.plans, job.server)
-        arms = [*job.arms[:-1], *ablated, job.arms[-1]]
-        names = [arm.name for arm in arms]
-        earlier = None if again else unfinished("bench", session_so_far(), job, names)
-        about = job.facts | {"not_ablated": not_ablated}
+def measured(
+    config: Config, job: Job, session: Callable[[], Session], keep: Kept, *, again: bool, **rules: Any
+) -> Bench:
+    """Measure the job's arms and those that ``bench.ablate`` asks for. ``session``, ``keep``, ``rules``: as in
+    ``side_by_side``. ``again``: as in ``run``."""
+    ablated, not_ablated = isolating(config, job.plans, job.server)
+    arms = [*job.arms[:-1], *ablated, job.arms[-1]]
+    names = [arm.name for arm in arms]
+    earlier = None if again else unfinished("bench", session(), job, names)
+    about = job.facts | {"not_ablated": not_ablated}
+    if earlier:
+        about |= {"margins": earlier.margins or about["margins"], "same_job": earlier.same_job}
+    if earlier and (earlier.flops or earlier.same_job):
+        steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
+        ledgers, flops = earlier.ledgers, earlier.flops
+    else:  # also after a first look, which takes no ledgers
         if earlier:
-            about |= {"margins": earlier.margins or about["margins"], "same_job": earlier.same_job}
-        if earlier and (earlier.flops or earlier.same_job):
-            steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
-            ledgers, flops = earlier.ledgers, earlier.flops
-        else:  # also after a first look, which takes no ledgers
-            if earlier:
-                _foretell(earlier.seconds / earlier.rounds, config.bench, "as long as those before")
-            steps, round_seconds, ledgers, flops = calibrated(arms, config.bench, ledgers=not again)
-            about |= {"same_job": job.server.same_jobs(config.compare.baseline, arms[-1].name)}
-        return side_by_side(
-            "bench",
-            arms,
-            config.bench,
-            job.device,
-            steps=earlier.steps if earlier else steps,
-            round_seconds=round_seconds,
-            session=session_so_far,
-            keep=lambda bench: files.write_text(KEPT_BENCHES / file_name(bench), bench.to_json()),
-            earlier=earlier,
-            settled=settled,
-            memory_known=memory_known,
-            **about | {"ledgers": ledgers, "flops": flops},
-        )
+            _foretell(earlier.seconds / earlier.rounds, config.bench, "as long as those before")
+        steps, round_seconds, ledgers, flops = calibrated(arms, config.bench, ledgers=not again)
+        about |= {"same_job": job.server.same_jobs(config.compare.baseline, arms[-1].name)}
+    return side_by_side(
+        "bench",
+        arms,
+        config.bench,
+        job.device,
+        steps=earlier.steps if earlier else steps,
+        round_seconds=round_seconds,
+        session=session,
+        keep=keep,
+        earlier=earlier,
+        **rules | about | {"ledgers": ledgers, "flops": flops},
+    )
 
 
 @dataclass(frozen=True)
@@ -164,11 +172,12 @@ class Job:
 
 
 @contextmanager
-def served(config: Config, machine: Machine, server: Server) -> Iterator[Job]:
-    """Start ``server`` and let it plan the variants of ``config``. Raises PipelineError."""
+def served(config: Config, machine: Machine, server: Server, content: Mapping[str, Any] | None = None) -> Iterator[Job]:
+    """Start ``server`` and let it plan the variants of ``config``. ``content``: that of environment.json with the
+    present code; None: it is read. Raises PipelineError."""
     baseline, by_variant = config.compare.baseline, plans(config, machine)
     # The code is read before the bench measures it, so that later edits are not recorded as the measured code.
-    commit, content = environment.checked_out(), environment.read() | stages.described(config, by_variant)
+    commit, content = environment.checked_out(), content or environment.read() | stages.described(config, by_variant)
 
     def keys(**replaced: object) -> dict[str, str]:
         return {name: stages.key(content, "bench", name, **replaced) for name in config.variants}
@@ -198,7 +207,7 @@ def side_by_side(
     steps: int,
     round_seconds: float,
     session: Callable[[], Session],
-    keep: Callable[[Bench], object],
+    keep: Kept,
     earlier: Bench | None = None,
     settled: Settled = lambda _: (),
     memory_known: MemoryKnown = lambda _: False,

@@ -32,8 +32,8 @@ def described(
 
     "code" is file -> digest (``code``). dvc.yaml names "digests", so that dvc.lock does not repeat the code's files for
     each stage. ``plans``: the plan of every variant on this machine. ``only``: the stages to
-    describe; None: all. ``script``: what was seen of ``config.script`` (``script.inputs``); None: what environment.json
-    says.
+    describe; None: all. ``script``: what was seen of ``config.script`` (``script.training``); None: what
+    environment.json says.
     """
     settings: dict[str, Any] = {
         "fetch": _plain(config.fetch),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeline.errors import ConfigError
@@ -23,12 +22,14 @@ class Command(NamedTuple):
     """What the arm changes, in words; for the baseline the whole command."""
     samples: int | None = None
     """Samples of one step, over all ranks; None if unknown."""
+    outputs: tuple[str, ...] = ()
+    """Files and folders that it writes."""
 
     def seeded(self, seed: int) -> Command:
         """Return the command with ``seed`` in every place that asks for it."""
-        words = tuple(word.replace(SEED, str(seed)) for word in self.words)
+        words, outputs = (tuple(text.replace(SEED, str(seed)) for text in own) for own in (self.words, self.outputs))
         variables = {name: value.replace(SEED, str(seed)) for name, value in self.variables.items()}
-        return self._replace(words=words, variables=variables)
+        return self._replace(words=words, variables=variables, outputs=outputs)
 
 
 _NOTHING = Command(())
@@ -57,17 +58,3 @@ def command_of(where: str, text: str, base: Command = _NOTHING, *, whole: bool =
             "bash -c '...' with a single training in it."
         )
     return Command((*(() if whole else base.words), *words), base.variables | variables, text)
-
-
-def commands_of(base_name: str, base: str, arms: Sequence[tuple[str, str, bool]]) -> dict[str, Command]:
-    """Return arm -> its command, the base first.
-
-    ``arms``: name, text, and whether the text is a whole command instead of further arguments. Raises ConfigError.
-    """
-    first = command_of("--base", base)
-    made = {base_name: first}
-    for name, text, whole in arms:
-        if name in made or not re.fullmatch("[a-z0-9][a-z0-9_-]*", name):
-            raise ConfigError(f"--arm: found the name {name!r}; allowed: a new name of a-z, 0-9, _ and -.")
-        made[name] = command_of(f"--arm {name}", text, first, whole=whole)
-    return made

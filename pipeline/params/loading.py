@@ -91,7 +91,8 @@ class Config(Section):
         if own.arguments:
             made = command_of(f"{where}.arguments", own.arguments, made, whole=False)
         changed = " ".join(filter(None, [own.command, own.arguments])) or self.script.command
-        return made._replace(changed=changed, samples=self.script.samples_per_step)
+        outputs = tuple(self.script.outputs)
+        return made._replace(changed=changed, samples=self.script.samples_per_step, outputs=outputs)
 
     def with_train(self, **changes: Any) -> Config:
         """Return a copy with other values under ``train``; the values are not validated."""

@@ -1,43 +1,35 @@
 """The server of a script's arms. An arm is the script's command in fresh processes, which take steps on request.
 
-The server answers the requests of ``benchmark.rounds``: open, turn and close.
+The server answers the requests of ``benchmark.rounds``: open, turn and close. ``serve`` answers them, and the further
+ones of ``benchmark.server``, for a project.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import statistics
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 
+from pipeline import environment
+from pipeline.benchmark import arm
 from pipeline.benchmark.arm import FEWEST_WARMUP_STEPS, MEMORY_STEPS, Measured
-from pipeline.environment import hardware
-from pipeline.measurement.detectors import (
-    Detector,
-    cpu_detectors,
-    gpu_detectors,
-    job_ticks,
-    of_clock,
-    of_memory,
-    of_turns,
-)
+from pipeline.benchmark.server import Server
+from pipeline.environment import hardware, stages
+from pipeline.errors import PipelineError, say
+from pipeline.measurement.detectors import Detector, cpu_detectors, gpu_detectors, of_clock, of_memory, of_turns
 from pipeline.measurement.windows import Clock, Memory
-from pipeline.params import Bench as BenchSettings
-from pipeline.params import Command
-from pipeline.results import RunConditions
+from pipeline.params import Command, Config, Variant
+from pipeline.results import SameJob
 from pipeline.results.figures import OUTSIDE
 from pipeline.results.rejections import rejection
-from pipeline.script.jobs import Job, one_source
+from pipeline.script import sameness
+from pipeline.script.jobs import Answers, Job, one_source
+from pipeline.script.sameness import EXAMINED_STEPS, samples_of
 from pipeline.training.measured import OfRank, joined, of_rank
 
-EXAMINED_STEPS = 4
-"""The first steps of each process. After them, an examined arm's parameters are compared with the baseline's."""
 MOST_WARMUPS = 10
 STEADY = 1.25
 """An arm is warm if nothing is compiled any more, and its steps did not get faster by more than this factor."""
@@ -46,93 +38,18 @@ LONG_STEP = 3.0
 checkpoint. Its time beyond the median does not count as time of steps."""
 
 
-class Scripts(AbstractContextManager["Scripts"]):
-    """The server of all arms of one script."""
-
-    requests = ("open", "turn", "close")
-
-    def __init__(self, settings: BenchSettings, **options: Any) -> None:
-        """``options``: those of ``Job``."""
-        self._settings, self._options = settings, options
-        self._open: dict[str, OpenArm] = {}
-        self._source = ExitStack()
-
-    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
-        """Start an arm and warm it up. ``plan``: the fields of a ``Command``. ``ledgers``: also examine the arm."""
-        job = Job(name, Command(**plan), **self._options)
-        opened = self._open[name] = OpenArm(job, Command(**plan), steps)
-        job.meet()
-        opened.examined = job.take(EXAMINED_STEPS, keep=False, examine=ledgers)
-        if ledgers and opened.command.samples is None:
-            opened.command = opened.command._replace(samples=samples_of(opened.examined))
-        on_cpu = not job.ranks[0]["gpu"]
-        before = opened.memory = job.take(MEMORY_STEPS[1], keep=not on_cpu)
-        for _ in range(MOST_WARMUPS):
-            warm = job.take(FEWEST_WARMUP_STEPS)
-            steady = median_step(before) < STEADY * median_step(warm)
-            if steady and not any(answer["compile_seconds"] for answer in warm):
-                break
-            before = warm
-        opened.memory = opened.memory if on_cpu else []
-        uuids = [about["uuid"] for about in job.ranks if about["uuid"]]
-        pid = job.process.pid
-        opened.detectors = [*cpu_detectors(pid, self._settings.max_foreign_load), *gpu_detectors(uuids, pid)]
-
-    def turn(self, name: str, steps: int) -> None:
-        """Let an open arm take ``steps`` steps."""
-        opened = self._open[name]
-        opened.waited()
-        for detector in opened.detectors:
-            detector.open()
-        opened.turns.append(opened.job.take(steps))
-        for detector in opened.detectors:
-            detector.close(measured=True)
-        opened.waits = time.monotonic(), opened.ticks()
-
-    def close(self, name: str) -> dict[str, Any]:
-        """End an open arm; return its ``Measured`` as plain values and, as ``examined``, what each rank said of its
-        first steps. ``workers``: whether the arm has processes besides its ranks and their launcher."""
-        opened = self._open.pop(name)
-        with opened.job as job:
-            workers, values = job.has_workers(), opened.measured().model_dump(mode="json")
-            return values | {"ranks": job.ranks, "examined": opened.examined, "workers": workers}
-
-    def __enter__(self) -> Scripts:
-        self._on_sigterm = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        self._options = self._source.enter_context(one_source(self._options))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-        for opened in self._open.values():
-            with suppress(FileNotFoundError):
-                opened.job.end(patience=0)
-        self._source.close()
-
-
+@dataclass
 class OpenArm:
     """An open arm, with what was measured of it."""
 
-    def __init__(self, job: Job, command: Command, steps: int) -> None:
-        self.job, self.command, self.requested = job, command, steps
-        self.examined: list[dict[str, Any]] = []
-        self.memory: list[dict[str, Any]] = []
-        self.turns: list[list[dict[str, Any]]] = []
-        self.detectors: list[Detector] = []
-        self.waits: tuple[float, float] | None = None
-        self.aside = self.waited_seconds = 0.0
-
-    def ticks(self) -> float:
-        """Return the CPU seconds so far of the ranks and their own children."""
-        ticks = sum(sum(job_ticks(about["pid"]).values()) for about in self.job.ranks)
-        return ticks / os.sysconf("SC_CLK_TCK")
-
-    def waited(self) -> None:
-        """Count the CPU time since the last turn."""
-        if self.waits:
-            since, before = self.waits
-            self.waited_seconds += time.monotonic() - since
-            self.aside += max(0.0, self.ticks() - before)
+    job: Job
+    samples: int | None
+    """Samples of one step over all ranks; None if unknown."""
+    requested: int = 0
+    answers: Answers = field(default_factory=list)
+    memory: Answers = field(default_factory=list)
+    """The answers of steps in which only the memory counts, on a CPU."""
+    detectors: list[Detector] = field(default_factory=list)
 
     def measured(self) -> Measured:
         first = self.job.ranks[0]
@@ -140,59 +57,132 @@ class OpenArm:
         for detector in self.detectors:
             ranks[0].rejections.extend(detector.rejections())
             ranks[0].figures.update(detector.figures())
-        conditions = RunConditions(
+        return Measured(
             applied={},
             skipped={},
             decided={},
-            changed=self.command.changed,
-            batch_size=self.command.samples or 1,
-            learning_rate=first["learning_rate"],
             micro_batches=None,
-            device=first["gpu"] or hardware.cpu_model(hardware.cpu_facts()),
-            backend=first["backend"],
-            world_size=len(ranks),
-            threads_per_process=first["threads"],
             placement=None,
-            parameter_count=first["parameters"],
+            batch_size=self.samples or 1,
+            device=first["gpu"] or hardware.cpu_model(hardware.cpu_facts()),
+            changed=self.job.command.changed,
+            window=joined(ranks, requested_steps=self.requested, warmup=0, on_cpu=not first["gpu"]),
+            **first["conditions"],
         )
-        window = joined(ranks, requested_steps=self.requested, warmup=0, on_cpu=not first["gpu"])
-        return Measured(**dict(conditions), window=window)
 
     def _of_rank(self, number: int) -> OfRank:
-        turns = [answers[number] for answers in self.turns]
-        seconds = [step for turn in turns for step in turn["seconds"]]
+        answer, clock, memory = self.answers[number], Clock(torch.device("cpu")), Memory(torch.device("cpu"))
+        clock.restore(answer["clock"])
+        memory.restore((self.memory or self.answers)[number]["memory"])
+        seconds, wall = clock.step_seconds, clock.measured_seconds
         median = statistics.median(seconds)
-        clock, memory = Clock(torch.device("cpu")), Memory(torch.device("cpu"))
         clock.step_seconds = [median if step > LONG_STEP * median else step for step in seconds]
-        wall = sum(turn["wall"] for turn in turns)
         outside = sum(seconds) - sum(clock.step_seconds)
-        clock.measured_seconds = wall - outside
-        measured_memory = [answers[number] for answers in [self.memory] if answers] or turns
-        memory.peak_bytes = _largest(turn["peak"] for turn in measured_memory)
-        memory.reserved_bytes = _largest(turn["reserved"] for turn in turns)
-        retries = [turn["retries"] for turn in turns]
-        memory.retries = None if None in retries else sum(retries)
-        rejections = [*of_clock(clock, None, resident=True), *of_memory(memory)]
-        if compiled := sum(turn["compile_seconds"] for turn in turns):
+        clock.measured_seconds -= outside
+        aside, waited = answer["waits"]
+        rejections = [*of_clock(clock, None, resident=True), *of_memory(memory), *of_turns(aside, waited, clock)]
+        if compiled := answer["compile_seconds"]:
             rejections.append(rejection("recompiled", seconds=compiled))
-        if not number:
-            rejections += of_turns(self.aside, self.waited_seconds, clock)
-        figures = of_rank(clock, memory, self.command.samples or 1)
+        figures = of_rank(clock, memory, self.samples or 1)
         figures |= {OUTSIDE.field: outside / wall, "input_wait_fraction": None}  # nothing shows where a script waits
         return OfRank(figures, len(seconds), clock.measured_seconds, rejections)
 
 
-def samples_of(examined: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the samples of one step over all ranks, from the ranks' answers on examined steps; None if unknown."""
-    counts = [statistics.median_low(answer["samples"]) for answer in examined if answer["samples"]]
-    return (len(counts) == len(examined) and sum(counts)) or None
+class Scripts(Server):
+    """The server of all arms of one script, in this process.
+
+    An arm's first start also examines it: its parameters after a few steps, and its samples a step, which all later
+    starts are credited with.
+    """
+
+    requests = ("describe", "plan", "open", "turn", "close", "same_jobs")
+
+    def __init__(self, config: Config, content: dict[str, Any] | None = None) -> None:
+        """``content``: that of environment.json; None: it is read, and must describe the present script."""
+        assert config.script is not None
+        self._config, self._script, self._content = config, config.script, content
+        self._open: dict[str, OpenArm] = {}
+        self._exits = ExitStack()
+        self.examined: dict[str, Answers] = {}
+        """Arm -> what its ranks said of its first steps."""
+
+    def describe(self) -> dict[str, Any]:
+        content = self._content or recorded(self._config)
+        device = "cuda" if content["script"]["alone"] else "cpu"
+        about = {"dataset": None, "device": device, "requests": self.requests}
+        return arm.description(self._config, content) | about
+
+    def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the command of the variant ``name`` with the settings ``values``, as plain values."""
+        alone = self._config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
+        return alone.command_of(name).seeded(self._config.train.seeds[0])._asdict()
+
+    def open(self, name: str, plan: dict[str, Any], steps: int, **_more: Any) -> None:
+        """Start an arm from its plan in fresh processes, and warm it up."""
+        first, command = name not in self.examined, Command(**plan)
+        job = Job(name, command, self._script, self._source, watched=first and not self._open)
+        opened = self._open[name] = OpenArm(self._exits.enter_context(job), command.samples, steps)
+        job.meet()
+        answers = job.take(EXAMINED_STEPS, keep=False, examine=first)
+        self.examined.setdefault(name, answers)
+        opened.samples = command.samples or samples_of(self.examined[name])
+        on_cpu = not job.ranks[0]["gpu"]
+        warm = job.take(MEMORY_STEPS[1], keep=not on_cpu)
+        opened.memory = warm if on_cpu else []
+        for _ in range(MOST_WARMUPS):
+            before, warm = warm, job.take(FEWEST_WARMUP_STEPS)
+            steady = median_step(before) < STEADY * median_step(warm)
+            if steady and not any(answer["compile_seconds"] for answer in warm):
+                break
+        uuids, pid = [about["uuid"] for about in job.ranks if about["uuid"]], job.process.pid
+        opened.detectors = [*cpu_detectors(pid, self._config.bench.max_foreign_load), *gpu_detectors(uuids, pid)]
+
+    def turn(self, name: str, steps: int) -> None:
+        """Let an open arm take ``steps`` steps."""
+        opened = self._open[name]
+        for detector in opened.detectors:
+            detector.open()
+        opened.answers = opened.job.take(steps, anew=not opened.answers)
+        for detector in opened.detectors:
+            detector.close(measured=True)
+
+    def close(self, name: str) -> dict[str, Any]:
+        """End an open arm; return its ``Measured`` as plain values, and what is known of its samples a step."""
+        opened, seen = self._open.pop(name), samples_of(self.examined[name])
+        values = opened.measured().model_dump(mode="json")
+        opened.job.end()
+        samples = {"samples_per_step": self._script.samples_per_step or seen, "samples_seen": seen}  # None if unknown
+        return values | samples | {"batch_differs": self._script.batch_differs}
+
+    def same_jobs(self, base: str, control: str) -> dict[str, SameJob]:
+        """Return arm -> its job beside that of ``base``. Prints what a person must know of them. Raises ConfigError."""
+        jobs = sameness.same_jobs(self.examined, base, control)
+        sameness.check_samples(jobs, base, self._script)
+        say("\n".join(f"bench: {line}" for line in sameness.lines(jobs, self.examined, base)))
+        return jobs
+
+    def __enter__(self) -> Self:
+        self._source = self._exits.enter_context(one_source(self._config))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._exits.__exit__(*error)
 
 
-def median_step(answers: list[dict[str, Any]]) -> float:
+def median_step(answers: Answers) -> float:
     """Return the median step of the slowest rank, in seconds."""
-    return max(float(statistics.median(answer["seconds"])) for answer in answers)
+    return max(float(statistics.median(answer["clock"]["step_seconds"])) for answer in answers)
 
 
-def _largest(values: Iterator[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return max(known, default=None)
+def recorded(config: Config) -> dict[str, Any]:
+    """Return the content of environment.json. Raises PipelineError if it does not describe the present script."""
+    content = environment.read()
+    if stages.script_seen(config, content) is None:
+        raise PipelineError("environment.json does not describe the present script and its files: run `dvc repro`.")
+    return content
+
+
+def serve(config: Config) -> None:
+    """Answer the requests of ``benchmark.server``."""
+    with Scripts(config) as scripts:
+        arm.answer_requests({name: getattr(scripts, name) for name in scripts.requests})

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.errors import ConfigError
 from pipeline.measurement.updates import relative_differences, rounding_errors
+from pipeline.params import Script
 from pipeline.results import SameJob
-from pipeline.script.arms import EXAMINED_STEPS, samples_of
+from pipeline.script.jobs import Answers
 
+EXAMINED_STEPS = 4
+"""The first steps of each process. After them, an examined arm's parameters are compared with the baseline's."""
 ROUNDING = 2.0**-5
 """Largest relative difference of a few steps' updates that is taken for rounding in the precision of the base. Numbers
 of 16 bits can differ by more: Adam turns the sign of a small gradient into a whole step."""
@@ -18,43 +22,44 @@ OWN_FACTOR = 2.0
 LARGEST_OWN = 0.25
 """If the base differs from itself by more than this, no difference means anything."""
 
-Answers = Mapping[str, Mapping[str, Any]]
-"""Arm -> the answer of ``Scripts.close``, after the arm was examined."""
+
+def samples_of(answers: Answers) -> int | None:
+    """Return the samples of one step over all ranks; None if unknown."""
+    counts = [statistics.median_low(answer["samples"]) for answer in answers]
+    return (all(counts) and sum(counts)) or None
 
 
-def same_jobs(answers: Answers, base: str, control: str) -> dict[str, SameJob]:
+def apart(ours: Answers, theirs: Answers) -> tuple[float, str]:
+    """Return the largest relative difference of a parameter's update on a rank of both, and the parameter's name.
+    Parameters whose gradients are rounding errors in both do not count."""
+    largest = 0.0, ""
+    for pair in zip(ours, theirs, strict=False):
+        own, expected = (dict(enumerate(answer["trained"])) for answer in pair)
+        noise, others_noise = (
+            rounding_errors({place: (gradient, update.numel()) for place, (_, gradient, update) in side.items()})
+            for side in (own, expected)
+        )
+        updates = (
+            {place: update for place, (*_, update) in side.items() if place not in noise & others_noise}
+            for side in (own, expected)
+        )
+        for place, difference in relative_differences(*updates).items():
+            largest = max(largest, (difference, (own | expected)[place][0]))
+    return largest
+
+
+def same_jobs(examined: Mapping[str, Answers], base: str, control: str) -> dict[str, SameJob]:
     """Return arm -> its job beside that of ``base``; for the base itself, that of ``control``."""
 
     def of(name: str, key: str) -> list[Any]:
-        return [rank[key] for rank in answers[name]["examined"]]
+        return [answer[key] for answer in examined[name]]
 
-    def updates(name: str) -> dict[Any, Any]:
-        return {
-            (rank, place): update for rank, own in enumerate(of(name, "update")) for place, update in enumerate(own)
-        }
-
-    def noise(name: str) -> set[Any]:
-        trained = of(name, "trained")
-        sizes = ((key, update.numel()) for key, update in updates(name).items())
-        return rounding_errors({(rank, place): (trained[rank][place][1], size) for (rank, place), size in sizes})
-
-    def apart(name: str) -> tuple[float, str]:
-        left_out = noise(name) & noise(base)
-        ours, theirs = (
-            {key: update for key, update in updates(arm).items() if key not in left_out} for arm in (name, base)
-        )
-        differences = relative_differences(ours, theirs)
-        if not any(differences.values()):
-            return 0.0, ""
-        rank, place = most = max(differences, key=differences.__getitem__)
-        return differences[most], of(name if most in ours else base, "trained")[rank][place][0]
-
-    own_difference, _ = apart(control)
+    own_difference, _ = apart(examined[control], examined[base])
     repeats = own_difference < LARGEST_OWN and of(control, "started") == of(base, "started")
     jobs = {}
-    for name in (name for name in answers if name != control):
+    for name in (name for name in examined if name != control):
         beside = control if name == base else name
-        difference, parameter = apart(beside)
+        difference, parameter = apart(examined[beside], examined[base])
         known = repeats and difference < float("inf")
         jobs[name] = SameJob(
             steps=EXAMINED_STEPS,
@@ -62,39 +67,35 @@ def same_jobs(answers: Answers, base: str, control: str) -> dict[str, SameJob]:
             difference=difference if known else None,
             parameter=parameter if known else "",
             rounding=max(ROUNDING, OWN_FACTOR * own_difference) if repeats else 0.0,
-            samples_per_step=samples_of(answers[name]["examined"]),
+            samples_per_step=samples_of(examined[name]),
         )
     return jobs
 
 
-def credits_of(jobs: Mapping[str, SameJob], base: str, *, batch_differs: bool) -> dict[str, int | None]:
-    """Return arm -> the samples that one of its steps is credited with; None for all arms if an arm's are unknown.
-
-    Raises ConfigError if an arm takes another number of samples a step than the base, unless ``batch_differs``.
-    """
+def check_samples(jobs: Mapping[str, SameJob], base: str, script: Script) -> None:
+    """Raise ConfigError if an arm takes another number of samples a step than the base, unless that is meant, or if a
+    number that is needed is unknown."""
     taken = {name: job.samples_per_step for name, job in jobs.items()}
     unknown = [name for name, samples in taken.items() if samples is None]
-    if unknown and batch_differs:
+    if unknown and script.samples_per_step is None and (script.batch_differs or len(unknown) < len(taken)):
         raise ConfigError(
-            f"--batch-differs: the samples of a step cannot be seen in {', '.join(unknown)}, because no module gets a "
-            "tensor as a positional argument, so no speed per sample is known; leave the option out."
+            f"the samples of a step cannot be seen in {', '.join(unknown)}, because no module gets a tensor as a "
+            "positional argument: set script.samples_per_step, without script.batch_differs (--batch-differs)."
         )
     for name, samples in taken.items():
-        if samples != taken[base] and not batch_differs and None not in (samples, taken[base]):
+        if samples != taken[base] and not script.batch_differs and None not in (samples, taken[base]):
             raise ConfigError(
                 f"{name}: found {samples} samples a step, but {base} takes {taken[base]}, so their steps are not the "
                 "same work; give both the same batch. If the batches differ on purpose, add --batch-differs "
-                "(script.batch_differs: true): then "
-                "samples a second are compared."
+                "(script.batch_differs: true): then samples a second are compared."
             )
-    return dict.fromkeys(taken, None) if unknown else taken
 
 
-def lines(jobs: Mapping[str, SameJob], answers: Answers, base: str) -> Iterator[str]:
+def lines(jobs: Mapping[str, SameJob], examined: Mapping[str, Answers], base: str) -> Iterator[str]:
     """Yield what a person must know of each arm's job."""
     for name, job in jobs.items():
-        if (optimizers := answers[name]["examined"][0]["optimizers"]) > 1:
-            yield f"{name}: {optimizers} optimizers take steps; only the steps of one count (--optimizer names another)"
+        if (optimizers := examined[name][0]["optimizers"]) > 1:
+            yield f"{name}: {optimizers} optimizers take steps; only the steps of one count (script.optimizer: which)"
         samples = "unknown samples" if job.samples_per_step is None else f"{job.samples_per_step:,} samples"
         who = "again, its parameters" if name == base else "its parameters"
         yield f"{name}: {samples} a step; after {job.steps} steps, {who} {job.in_words}"

@@ -30,16 +30,17 @@ def test_events_time_a_script_s_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.cuda.set_sync_debug_mode("default")
         serving.join()
     about, first, second = bed.answers
-    assert (about["gpu"], about["uuid"], about["parameters"]) == (NAME, f"{0:032x}", 512 * 513)
-    assert [len(answer["seconds"]) for answer in (first, second)] == [2, 4]
-    assert second["peak"] - first["peak"] == pytest.approx((4 + 3) * MIB, abs=1024)
-    assert second["reserved"] >= second["peak"] - 7 * MIB
-    assert (second["retries"], gpus.waits) == (0, [])
+    assert (about["gpu"], about["uuid"], about["conditions"]["parameter_count"]) == (NAME, f"{0:032x}", 512 * 513)
+    assert [len(answer["clock"]["step_seconds"]) for answer in (first, second)] == [2, 4]
+    before, memory = first["memory"], second["memory"]
+    assert memory["peak_bytes"] - before["peak_bytes"] == pytest.approx((4 + 3) * MIB, abs=1024)
+    assert memory["reserved_bytes"] >= memory["peak_bytes"] - 7 * MIB
+    assert (memory["retries"], gpus.waits) == (0, [])
 
 
 def test_a_training_to_its_end_keeps_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
     with as_if_cuda() as gpus, hooked() as bed:
-        serving = bed.requests(None, examine=True)
+        serving = bed.requests(None)
         model = torch.nn.Linear(8, 8, device="cuda")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(3):
@@ -51,5 +52,5 @@ def test_a_training_to_its_end_keeps_no_events(monkeypatch: pytest.MonkeyPatch) 
         bed.rank.end()
         serving.join()
     answer = bed.answers[1]
-    assert (answer["steps"], len(answer["seconds"]), waits) == (3, 3, [])
-    assert answer["peak"] > 0
+    assert (answer["steps"], len(answer["clock"]["step_seconds"]), waits) == (3, 3, [])
+    assert answer["memory"]["peak_bytes"] > 0
