@@ -124,7 +124,7 @@ def scaled(hosts: int, size: int, parallelism: str) -> dict[int, dict[str, Any]]
         ["environment"],
         ["fetch"],
         ["prepare"],
-        ["scale", parallelism, "--mode", "strong", "--up-to", "4", "--minutes", "0.1"],
+        ["scale", parallelism, "--up-to", "4", "--minutes", "0.1"],
     ):
         command = ["ip", "netns", "exec", HOSTS[0], sys.executable, "-m", "pipeline", *words]
         subprocess.run(command, env=variables, check=True)

@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     groups = "try only these groups of techniques, such as precision or data-loading"
     option("advise", "--only GROUP", groups, nargs="+", default=(), type=str)
     option("try", "--minutes X", "the time for all of it (5)", 5.0)
-    base = "a variant whose processes share the batch, or ddp, zero1 or fsdp; without a name: all of params.yaml"
+    base = "a variant whose processes share the batch, or ddp, zero1 or fsdp, with -weak for weak scaling; default: all"
     option("scale", "variants VARIANT", base, nargs="*")
     devices = "project the curves to so many devices; default: four times those that there are"
     option("scale", "--up-to N", devices, type=int)
@@ -180,8 +180,6 @@ def _parser() -> argparse.ArgumentParser:
     option("scale", "--price X", price, type=float)
     option("scale", "--minutes X", "longest time for the rounds (5)", 5.0)
     option("scale", "--link NAME", "what links hosts that are not here, such as ib400 or eth100")
-    mode = "measure only the curves with this scaling: the global batch stays, or each process's batch"
-    option("scale", "--mode", mode, choices=("strong", "weak"))
     data = parsers["init"].add_mutually_exclusive_group()
     for flag, place, about in (
         ("--images", "DIR", "train on images: DIR/train/CLASS/* and, optionally, DIR/test/CLASS/*"),
@@ -536,7 +534,7 @@ def _scale(parsed: argparse.Namespace) -> Callable[[], object]:
     config, machine = _ready()
     from pipeline.scaling import command
 
-    options = {name: getattr(parsed, name) for name in ("up_to", "price", "minutes", "link", "mode")}
+    options = {name: getattr(parsed, name) for name in ("up_to", "price", "minutes", "link")}
     return partial(command.run, config, machine, parsed.variants, **options)
 
 

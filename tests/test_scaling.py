@@ -21,7 +21,7 @@ from pipeline.profiling.arithmetic import Unreduced
 from pipeline.results import Arithmetic, Exchange
 from pipeline.results.figures import THROUGHPUT
 from pipeline.scaling import command, points, projection
-from pipeline.scaling.curves import Analysis, Curve
+from pipeline.scaling.curves import Analysis, Curve, Projections, Report
 from pipeline.scaling.points import Measured
 from pipeline.scaling.projection import Alone, alone_of, beside, parts
 from pipeline.techniques import of_plan
@@ -104,9 +104,9 @@ def test_hidden_communication_says_nothing_of_beside() -> None:
 # Curves from samples with known answers.
 
 
-def analysis_of(measured: Measured, worth: float = 0.1, **options: Any) -> Analysis:
-    settings = {"scale": {"worth": worth}, "compare": {"max_spread": 0.15}, "variants": {"baseline": {}}}
-    return Analysis(measured, parse(settings), epochs=10.0, **options)
+def analysis_of(measured: Measured, worth: float = 0.1, before: Projections = (), **options: Any) -> Analysis:
+    values = {"price": None, "link": None, "epochs": 10.0, "to_target": False} | options
+    return Analysis(Report(measured=measured, worth=worth, **values), 0.15, before)
 
 
 def curve_of(measured: Measured, worth: float = 0.1, **options: Any) -> Curve:
@@ -198,10 +198,10 @@ def test_ranks_of_replicas_step_without_each_other(digits: Dataset) -> None:
 def test_an_assumed_link_joins_hosts_of_any_number_of_devices() -> None:
     # Three devices were not probed, but two: a ring of three has twice the messages, and sends 4/3 of the bytes.
     analysis = analysis_of(make_measured(), link="eth100")
-    three, six = (analysis._collective("all_reduce", 3 * hosts, hosts)(MEGABYTE) for hosts in (1, 2))
+    three, six = (analysis._collective("all_reduce", 3 * hosts, hosts, MEGABYTE) for hosts in (1, 2))
     assert three == pytest.approx(2e-3 + 4 / 3 * 1e-3, rel=1e-2)
     assert six == pytest.approx(three + 6.6e-6 + 2 * 15e-6 + MEGABYTE / 12.5e9, rel=1e-2)
-    halves = [analysis._collective(operation, 6, 2)(MEGABYTE) for operation in ("reduce_scatter", "all_gather")]
+    halves = [analysis._collective(operation, 6, 2, MEGABYTE) for operation in ("reduce_scatter", "all_gather")]
     assert halves == pytest.approx([six / 2, six / 2], rel=1e-2)
 
 
@@ -210,13 +210,14 @@ def test_a_step_is_taken_apart() -> None:
     assert {part: round(1e3 * seconds) for part, seconds in known(two.parts).model_dump().items()} == {
         "arithmetic": 50, "input": 0, "waiting": 3, "exposed": 8, "hidden": 0,
     }  # fmt: skip
-    assert two.slow is None
 
 
-def test_a_slow_process_is_named() -> None:
-    *_, two, _ = curve_of(make_measured(slowest_seconds=60e-3, slowest_rank=1, slowest_host="b")).points
-    assert two.slow is not None
-    assert two.slow.startswith("rank 1 on b takes 1.20 times")
+@pytest.mark.parametrize(("milliseconds", "named"), [(60, True), (53, False)])
+def test_a_slow_process_is_named(milliseconds: int, named: bool, tmp_path: Path) -> None:
+    measured = make_measured(slowest_seconds=MILLISECOND * milliseconds, slowest_rank=1, slowest_host="b")
+    command.write(command.reported(parse({"variants": VARIANTS}), measured, [], price=None, link=None), tmp_path)
+    said = "ddp, 2: rank 1 on b takes 1.20 times the mean process's step, so the others wait for it."
+    assert (said in (tmp_path / "scaling.md").read_text()) is named
 
 
 def test_a_poor_projection_widens_the_further_ones() -> None:
@@ -269,7 +270,7 @@ def test_the_comparison_has_the_price_of_an_epoch(price: Any) -> None:
 
 def test_an_earlier_projection_stands_beside_the_measurement() -> None:
     earlier = curve_of(make_measured())
-    before = [(("job", "strong", 2), earlier.points[2].speedup), (("other", "strong", 2), earlier.points[1].speedup)]
+    before = [(("job", 2), earlier.points[2].speedup), (("other", 2), earlier.points[1].speedup)]
     assert curve_of(make_measured(), before=before).points[1].earlier == (earlier.points[2].speedup,)
 
 
@@ -296,22 +297,23 @@ VARIANTS = {
 def test_arms_of_all_kinds() -> None:
     config = parse({"train": {"batch_size": 64}, "variants": VARIANTS})
     chosen = points.variants_of(config, [])
-    places, plans = points.arms_of(config, SERVER, chosen, (1, 2, 4, 8), 4, ("strong", "weak"))
+    assert {*chosen} == {f"{name}{weak}" for name in VARIANTS for weak in ("", "-weak") if name != "baseline"}
+    places, plans = points.arms_of(config, SERVER, chosen, (1, 2, 4, 8), 4)
     names = {place.name: place for place in places}
-    assert {"ddp-1", "ddp-8", "ddp-8-weak", "fsdp-8", "hybrid-8", "fp16-2-weak", "zero1-4"} <= names.keys()
+    assert {"ddp-1", "ddp-8", "ddp-weak-8", "fsdp-8", "hybrid-8", "fp16-weak-2", "zero1-4"} <= names.keys()
     assert not {"hybrid-2", "zero1-8", "powersgd-8"} & names.keys()  # two replicas need four; not all is modelled
     assert not {"zero1-4-alone", "powersgd-4-alone"} & plans.keys()
-    assert sum(place.name == "ddp-1" for place in places) == 2  # of both curves
     assert [names[name].replicas for name in ("hybrid-8", "fsdp-8")] == [2, 1]
-    assert {place.variant for place in places if place.processes > 1 and not place.alone} == {"zero1", "powersgd"}
+    unknown = {place.variant for place in places if place.processes > 1 and not place.alone}
+    assert unknown == {"zero1", "powersgd", "zero1-weak", "powersgd-weak"}
     assert plans["fp16-4-alone"].applied.communication_hook == "none"
     sizes = {name: (plan.processes, plan.train.batch_size, plan.micro_batch_size) for name, plan in plans.items()}
     assert sizes["ddp-4"] == (4, 64, 16)
     assert sizes["ddp-8-alone"] == (4, 32, 8)
-    assert sizes["ddp-4-weak-alone"] == (4, 256, 64)
+    assert sizes["ddp-weak-4-alone"] == (4, 256, 64)
     assert {name for name, plan in plans.items() if not plan.reduces} == {name for name in plans if "alone" in name}
-    weak = next(place for place in places if place.name == "ddp-8-weak")
-    assert (weak.batch_size, weak.alone, weak.measured) == (512, "ddp-4-weak-alone", False)
+    weak = next(place for place in places if place.name == "ddp-weak-8")
+    assert (weak.batch_size, weak.alone, weak.measured) == (512, "ddp-weak-4-alone", False)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_arms_of_all_kinds() -> None:
         ({"minutes": float("nan")}, "--minutes: found nan"),
         ({"up_to": 1}, "--up-to: found 1, but 2 are measured here; expected a multiple"),
         ({"link": "string"}, "--link: found 'string'; expected one of nvlink4"),
-        ({"names": ["baseline"]}, "scale: found baseline; expected variants of params.yaml whose processes share"),
+        ({"names": ["baseline"]}, "scale: found baseline; expected some of "),
         ({"up_to": 48}, "found 64, which 48 processes cannot divide"),
         ({"up_to": 256}, "found 64, which 128 processes cannot divide"),
     ],
@@ -332,7 +334,7 @@ def test_wrong_options_are_named_before_anything_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS})
-    values = {"up_to": None, "price": None, "minutes": 1.0, "link": None, "mode": None, "names": ["ddp"]} | options
+    values = {"up_to": None, "price": None, "minutes": 1.0, "link": None, "names": ["ddp"]} | options
     with pytest.raises(ConfigError, match=re.escape(said)):
         command.run(config, CPU_ONLY, values.pop("names"), **values)
 
@@ -349,11 +351,18 @@ def test_answers_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert (tmp_path / f"scaling.{ending}").stat().st_size > 1000
 
 
+def test_a_parallelism_is_the_baseline_with_it() -> None:
+    config = parse({"variants": {"baseline": {"precision": "bf16"}}})
+    (found,) = points.variants_of(config, ["fsdp-weak"]).values()
+    assert (found.precision, found.parallelism, found.scaling) == ("bf16", "fsdp", "weak")
+    assert len(points.variants_of(config, [])) == 6
+
+
 def test_one_gpu_gives_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     one = SERVER.model_copy(update={"gpus": 1})
     with pytest.raises(ConfigError, match="found one GPU"):
-        points.measured(parse({"variants": VARIANTS}), one, [], None, 1.0, ("strong",))
+        points.measured(parse({"variants": VARIANTS}), one, [], None, 1.0)
 
 
 @pytest.mark.slow
@@ -375,7 +384,7 @@ def test_a_curve_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "variants": {"baseline": {}},
     }
     enter(tmp_path, monkeypatch, params)
-    options = ("--mode", "strong", "--minutes", "0.05", "--up-to", "4")
+    options = ("--minutes", "0.05", "--up-to", "4")
     running = Command("scale", "fsdp", "zero1", *options, variables=variables())
     output = running.communicate(600)
     assert running.returncode == 0, output
@@ -389,7 +398,7 @@ def test_a_curve_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert two["place"]["measured"]
     assert not four["place"]["measured"]
     assert two["speedup"]["estimate"] < 0.6
-    assert two["slow"].startswith("rank 1 on")
+    assert "fsdp, 2: rank 1 on " in output
     assert two["left_out"]["estimate"] == pytest.approx(two["speedup"]["estimate"], rel=0.5)
     decided = two["more"]["decision"] in ("same", "worse")  # under load, few rounds may decide nothing
     assert ("fsdp: use 1; 2 are" in output) is decided

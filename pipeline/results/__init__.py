@@ -27,6 +27,7 @@ from pipeline.results.files import (
     read,
     read_bench,
     read_document,
+    read_documents,
     read_history,
     read_sessions,
     read_values,

@@ -155,13 +155,18 @@ def session_files(directory: Path = SESSIONS) -> list[Path]:
 
 def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
     """Read the earlier benches in ``directory``, sorted by file name. Skip an unreadable file and print its error."""
-    sessions = []
+    return read_documents(directory, Bench, "run `python -m pipeline bench --again`")
+
+
+def read_documents(directory: Path, kind: type[D], remedy: str) -> list[D]:
+    """Read the files in ``directory``, sorted by name. Skip an unreadable file and print its error."""
+    documents = []
     for path in sorted(directory.glob("*.json")):
         try:
-            sessions.append(read_document(path, Bench, "run `python -m pipeline bench --again`"))
+            documents.append(read_document(path, kind, remedy))
         except ResultError as error:
             say(f"session not used: {error}")
-    return sessions
+    return documents
 
 
 def write(result: Result, path: Path) -> None:

@@ -11,21 +11,20 @@ from operator import attrgetter
 from pipeline.comparison import sessions, stats
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.summaries import over_rounds
-from pipeline.params import Config
-from pipeline.results import Exchange, Record
+from pipeline.results import Document, Exchange, Record
 from pipeline.results.figures import ENERGY, INPUT_WAIT, MEMORY, THROUGHPUT, Figure
 from pipeline.results.records import Operation
 from pipeline.scaling import projection
 from pipeline.scaling.points import Measured, Mode, Place
 from pipeline.scaling.probe import LINKS
-from pipeline.scaling.projection import Collective, Parts
+from pipeline.scaling.projection import Parts
 
 DOUBT = 0.25
 """Half-width of a projection's interval, on the logarithmic scale, for twice the devices that were measured; more if
 the largest number that was measured is projected worse (docs/how-we-know/scaling.md)."""
 
-Projections = Sequence[tuple[tuple[str, Mode, int], Difference]]
-"""Job, mode and number of processes, and a projected speed-up."""
+Projections = Sequence[tuple[tuple[str, int], Difference]]
+"""Job and number of processes, and a projected speed-up."""
 
 
 class Point(Record):
@@ -34,6 +33,7 @@ class Point(Record):
     place: Place
     samples_per_second: float | None
     """The median over the rounds."""
+    step_seconds: float | None
     speedup: Difference
     """The throughput in ratio to one device's."""
     efficiency: Difference
@@ -48,8 +48,6 @@ class Point(Record):
     joules_per_sample: float | None
     parts: Parts | None
     """The parts of a step; None if they are not known."""
-    slow: str | None
-    """The process that is slower than the others, if there is one."""
     left_out: Difference | None
     """Of a point that is measured: what it would be projected to be without its own measurement."""
     earlier: tuple[Difference, ...]
@@ -59,10 +57,6 @@ class Point(Record):
     """Of the training; None without a price of a device-hour."""
     money: float | None
     """The price in ratio to one device's."""
-
-    @property
-    def step_seconds(self) -> float | None:
-        return self.samples_per_second and self.place.batch_size / self.samples_per_second
 
 
 class Curve(Record):
@@ -86,64 +80,74 @@ class Curve(Record):
         return {rank: min(known, key=key) for rank, key in ranks.items() if known}
 
 
+class Report(Document):
+    """``reports/scaling.json``: all that the pages show, and the samples from which it was computed."""
+
+    measured: Measured
+    worth: float
+    """How much more throughput twice the devices must bring, so that they pay; such as 0.1."""
+    price: float | None
+    """Of a device-hour."""
+    epochs: float
+    """What ``Point.price`` is for."""
+    to_target: bool
+    """True if ``epochs`` lead to the target accuracy; False if they are those of the whole training."""
+    link: str | None
+    """What joins hosts that are not here."""
+    curves: tuple[Curve, ...] = ()
+
+
 class Analysis:
-    """What the samples of a measurement say of each place.
+    """What the samples of a report say of each place.
 
     The speed of a place that was not measured is that of its arm without an exchange, times a factor.
     """
 
-    def __init__(
-        self,
-        measured: Measured,
-        settings: Config,
-        *,
-        link: str | None = None,
-        price: float | None = None,
-        epochs: float = 1.0,
-        before: Projections = (),
-    ) -> None:
-        """``price``: of a device-hour. ``epochs``: of the training that is paid for. ``before``: earlier curves'."""
-        self._measured, self._link, self._worth, self._before = measured, link, settings.scale.worth, before
-        self._price = price and price * epochs / 3600
-        self._arms = {arm.variant: arm for arm in measured.bench.arms if arm.role == "variant"}
-        self._table = sessions.table_of([measured.bench], settings.compare.max_spread, {})
-        self._confidence = stats.confidence_of(len(measured.places))
-        self._here = max((place for place in measured.places if place.measured), key=attrgetter("processes"))
+    def __init__(self, report: Report, max_spread: float, before: Projections = ()) -> None:
+        """``before``: what earlier reports projected."""
+        self._report, self._measured, self._before = report, report.measured, before
+        bench, measured = report.measured.bench, [place for place in report.measured.places if place.measured]
+        self._samples = {arm.variant: arm.samples for arm in bench.arms if arm.role == "variant"}
+        self._table = sessions.table_of([bench], max_spread, {})
+        speeds = {place: over_rounds(THROUGHPUT, self._samples[place.name]) for place in measured}
+        self._steps = {place: place.batch_size / speed for place, speed in speeds.items() if speed}
+        self._here = max(measured, key=attrgetter("processes"))
         self._within = self._here.processes // self._here.hosts
         self._beside = cache(self._beside_of)
 
     def curves(self) -> Iterator[Curve]:
-        for (variant, mode), of_curve in groupby(self._measured.places, attrgetter("variant", "mode")):
+        for variant, of_curve in groupby(self._measured.places, attrgetter("variant")):
             places = [*of_curve]
             pairs = zip(places, [None, *places], strict=False)
             points = tuple(self._point(place, before, places[0]) for place, before in pairs)
-            yield Curve(variant=variant, mode=mode, points=points)
+            yield Curve(variant=variant, mode=places[0].mode, points=points)
 
     def _point(self, place: Place, before: Place | None, single: Place) -> Point:
-        samples = self._arms[place.name].samples if place.measured else ()
-        speed = over_rounds(THROUGHPUT, samples) if place.measured else place.batch_size / self._projected(place).step
+        samples = self._samples[place.name] if place.measured else ()
+        step = self._steps.get(place) if place.measured else self._projected(place).step
         speedup, more = self._ratio(place, single), None
         if before:
             doublings = math.log2(place.processes / before.processes)
-            more = self._ratio(place, before, (1 + self._worth) ** doublings - 1)
-        epoch_seconds = self._measured.train_count / speed if speed else None
-        job = self._measured.jobs[place.variant], place.mode, place.processes
+            more = self._ratio(place, before, (1 + self._report.worth) ** doublings - 1)
+        epoch_seconds = step and step * self._measured.train_count / place.batch_size
+        hours = epoch_seconds and place.devices * epoch_seconds * self._report.epochs / 3600
+        job = self._measured.jobs[place.variant], place.processes
         return Point(
             place=place,
-            samples_per_second=speed,
+            samples_per_second=step and place.batch_size / step,
+            step_seconds=step,
             speedup=speedup,
             efficiency=_times(speedup, 1 / place.processes),
             more=more,
             peak_memory_bytes=over_rounds(MEMORY, samples),
             memory=self._ratio(place, single, figure=MEMORY) if place.measured else None,
             joules_per_sample=over_rounds(ENERGY, samples),
-            parts=self._parts(place, place.batch_size / speed) if speed else None,
-            slow=self._measured.alone[place.alone].slow if place.alone else None,
+            parts=self._parts(place, step) if step else None,
             left_out=self._ratio(place, single, left_out=True) if place.measured and place.alone else None,
             earlier=tuple(projected for key, projected in self._before if place.measured and key == job),
             epoch_seconds=epoch_seconds,
-            price=self._price * place.devices * epoch_seconds if self._price and epoch_seconds else None,
-            money=place.devices / single.devices / speedup.estimate if speedup.estimate else None,
+            price=self._report.price and hours and self._report.price * hours,
+            money=speedup.estimate and place.devices / single.devices / speedup.estimate,
         )
 
     def _ratio(
@@ -151,7 +155,8 @@ class Analysis:
     ) -> Difference:
         """Return the ratio of two places' figures; ``left_out``: as if ``above`` had not been measured."""
         (arm, factor), (base, of_base) = self._basis(above, left_out=left_out), self._basis(below)
-        (ratio,) = self._table.ratios(arm, base, figure, margin, self._confidence).values()
+        confidence = stats.confidence_of(len(self._measured.places))
+        (ratio,) = self._table.ratios(arm, base, figure, margin, confidence).values()
         if above.measured and not left_out:
             return ratio
         doublings = max(1.0, math.log2(above.processes / max(below.processes, self._here.processes)))
@@ -163,35 +168,30 @@ class Analysis:
         if place.measured and not left_out:
             return place.name, 1.0
         assert place.alone
-        speed = over_rounds(THROUGHPUT, self._arms[place.alone].samples)
+        speed = over_rounds(THROUGHPUT, self._samples[place.alone])
         return place.alone, place.batch_size / self._projected(place).step / speed if speed else 1.0
 
     def _doubt(self, place: Place) -> float:
         """Return the doubt of a projection: the least one, or how far off the largest number is that was measured."""
         largest = self._largest(place, self._here.processes)
-        if not largest or largest[0] == place:
+        if not largest or largest == place:
             return DOUBT
-        return max(DOUBT, abs(math.log(self._projected(largest[0]).step / largest[1])))
+        return max(DOUBT, abs(math.log(self._projected(largest).step / self._steps[largest])))
 
-    def _largest(self, place: Place, most: int) -> tuple[Place, float] | None:
+    def _largest(self, place: Place, most: int) -> Place | None:
         """Return the place of the curve of ``place`` with the most processes, but no more than ``most``, of those that
-        were measured with and without the exchange, also within a host or also between hosts; and a step's seconds."""
+        were measured with and without the exchange, also within a host or also between hosts."""
 
-        def kind(of: Place) -> tuple[str, Mode, bool]:
-            return of.variant, of.mode, min(of.hosts, self._here.hosts) > 1
+        def kind(of: Place) -> tuple[str, bool]:
+            return of.variant, min(of.hosts, self._here.hosts) > 1
 
-        alike = [
-            (of, of.batch_size / speed)
-            for of in self._measured.places
-            if of.measured and of.alone and of.processes <= most and kind(of) == kind(place)
-            if (speed := over_rounds(THROUGHPUT, self._arms[of.name].samples))
-        ]
-        return max(alike, key=lambda known: known[0].processes, default=None)
+        alike = (of for of in self._steps if of.alone and of.processes <= most and kind(of) == kind(place))
+        return max(alike, key=attrgetter("processes"), default=None)
 
     def _beside_of(self, place: Place, most: int) -> float:
         """Return how much longer communication takes beside arithmetic with ``most`` processes or fewer."""
         largest = self._largest(place, most)
-        return projection.beside(largest[1], self._parts_with(largest[0])) if largest else 1.0
+        return projection.beside(self._steps[largest], self._parts_with(largest)) if largest else 1.0
 
     def _projected(self, place: Place) -> Parts:
         return self._parts_with(place)(self._beside(place, place.processes - 1))
@@ -199,7 +199,7 @@ class Analysis:
     def _parts(self, place: Place, step_seconds: float) -> Parts | None:
         """Return the parts of a step, which add up to it."""
         if place.processes == 1:
-            waits = step_seconds * (over_rounds(INPUT_WAIT, self._arms[place.name].samples) or 0.0)
+            waits = step_seconds * (over_rounds(INPUT_WAIT, self._samples[place.name]) or 0.0)
             return Parts(arithmetic=step_seconds - waits, input=waits)
         if not place.alone:
             return None
@@ -209,7 +209,7 @@ class Analysis:
         """Return the parts of a step by its arm without an exchange, as a function of how much longer communication
         takes beside arithmetic."""
         assert place.alone
-        waits = over_rounds(INPUT_WAIT, self._arms[place.alone].samples) or 0.0
+        waits = over_rounds(INPUT_WAIT, self._samples[place.alone]) or 0.0
         alone, blocking = self._measured.alone[place.alone], self._measured.probe.backend == "gloo"
         taken = [self._seconds(place, exchange) for exchange in alone.buckets]
         return partial(projection.parts, alone, waits, place.processes, taken, blocking=blocking)
@@ -218,29 +218,28 @@ class Analysis:
         """Return the seconds of an exchange alone. Replicas of a model also average what its processes have scattered;
         a host's processes do this beside each other, over the host's link."""
         shares, hosts = place.processes // place.replicas, math.ceil(place.processes / self._within)
-        of_shares = math.ceil(shares / self._within)
-        seconds = self._collective(exchange.operation, shares, of_shares)(exchange.size_bytes)
+        size, of_shares = exchange.size_bytes, math.ceil(shares / self._within)
+        seconds = self._collective(exchange.operation, shares, of_shares, size)
         if place.replicas > 1 and exchange.operation == "reduce_scatter":
             beside = min(shares, self._within) if hosts > 1 else 1
-            average = self._collective("all_reduce", place.replicas, min(place.replicas, hosts))
-            seconds += average(beside * exchange.size_bytes / shares)
+            of_replicas = min(place.replicas, hosts)
+            seconds += self._collective("all_reduce", place.replicas, of_replicas, beside * size / shares)
         return seconds
 
-    def _collective(self, operation: Operation, processes: int, hosts: int) -> Collective:
+    def _collective(self, operation: Operation, processes: int, hosts: int, size: float) -> float:
         """Return the seconds of an operation alone, among processes on so many hosts.
 
-        For another number of processes than were probed, the latency grows with the messages that follow each other.
         Further devices have links as those here or, between hosts, the assumed one: a host's devices then reduce or
         gather among themselves first."""
         probe = self._measured.probe
         numbers = [of for of in probe.numbers if (probe.of(of)[0].hosts > 1) == (hosts > 1)] or probe.numbers
-        if not self._link or hosts == 1 or processes in numbers:
+        if not self._report.link or hosts == 1 or processes in numbers:
             probed = max((of for of in numbers if of <= processes), default=numbers[0])
-            return projection.collective(probe.of(probed, operation), processes, probe.backend)
-        link, of_host = LINKS[self._link], processes // hosts
-        inner = self._collective(operation, of_host, 1) if of_host > 1 else lambda _: 0.0
+            return projection.seconds_among(processes, size, probe.of(probed, operation), probe.backend)
+        of_host = processes // hosts
+        inner = self._collective(operation, of_host, 1, size) if of_host > 1 else 0.0
         half = 1.0 if operation == "all_reduce" else 0.5  # an all-reduce is a scatter and a gather
-        return lambda size: inner(size) + half * link.seconds(hosts, size)
+        return inner + half * LINKS[self._report.link].seconds(hosts, size)
 
 
 def _times(ratio: Difference, factor: float) -> Difference:

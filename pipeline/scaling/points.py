@@ -43,6 +43,7 @@ class Place(Record):
     name: str
     """The name of its arm; of a point that is projected, the name of the point."""
     variant: str
+    """Also a variant of params.yaml with "-weak": with weak scaling."""
     mode: Mode
     processes: Count
     hosts: Count
@@ -61,7 +62,7 @@ class Measured(Document):
 
     bench: Bench
     places: tuple[Place, ...]
-    """By variant, mode and number."""
+    """By variant and number."""
     alone: dict[str, Alone]
     """Arm that exchanges nothing -> its steps."""
     probe: probe.Probe
@@ -90,15 +91,13 @@ class _Server(Server):
         return answer
 
 
-def measured(
-    config: Config, machine: Machine, names: Sequence[str], up_to: int | None, minutes: float, modes: Sequence[Mode]
-) -> Measured:
-    """Measure the curves of the variants ``names`` (none: all with data parallelism).
+def measured(config: Config, machine: Machine, names: Sequence[str], up_to: int | None, minutes: float) -> Measured:
+    """Measure the curves of the variants ``names`` (``variants_of``).
 
     Raises ConfigError, before anything is started, for a curve that cannot be measured or projected.
     """
     variants, here, base = variants_of(config, names), probe.numbers_here(config, machine), config.compare.baseline
-    places, plans = arms_of(config, machine, variants, numbers_of(here, up_to), here[-1], modes)
+    places, plans = arms_of(config, machine, variants, numbers_of(here, up_to), here[-1])
     probed, session = probe.measured(config, machine, here), begin_session()
     settings = config.bench.model_copy(update={"max_minutes": minutes})
     of_base = config.model_copy(update={"variants": {base: config.variants[base]}})
@@ -119,7 +118,7 @@ def measured(
             **job.facts | {"baseline": specs[0].name, "keys": {}},
         )
     of_job = [config.job, job.facts["dataset"].sha256, bench.arms[0].device]
-    values = {name: of.model_dump(mode="json", exclude={"processes", "scaling"}) for name, of in variants.items()}
+    values = {name: of.model_dump(mode="json", exclude={"processes"}) for name, of in variants.items()}
     return Measured(
         bench=bench,
         places=places,
@@ -130,20 +129,24 @@ def measured(
 
 
 def variants_of(config: Config, names: Sequence[str]) -> dict[str, Variant]:
-    """Return the variants of params.yaml with these names or, for the name of a parallelism, the baseline with it.
+    """Return the variants of params.yaml with these names or, for the name of a parallelism, the baseline with it; with
+    "-weak" after a name, with weak scaling.
 
     Without names, return all variants whose processes share the batch or, if there are none, the baseline with each
-    parallelism. Raises ConfigError.
+    parallelism, all with both kinds of scaling. Raises ConfigError.
     """
     base = config.variants[config.compare.baseline]
     words = {word: base.model_copy(update={"parallelism": word}) for word in SHARED}
     ours = {name: variant for name, variant in config.variants.items() if variant.parallelism in SHARED}
-    if wrong := [name for name in names if name not in words | ours]:
-        raise ConfigError(
-            f"scale: found {', '.join(wrong)}; expected variants of params.yaml whose processes share the batch "
-            f"(parallelism {', '.join(SHARED)}), or one of these words."
-        )
-    return {name: (words | ours)[name] for name in names or ours or words}
+
+    def with_weak(variants: dict[str, Variant]) -> dict[str, Variant]:
+        strong = {name: variant for name, variant in variants.items() if variant.scaling == "strong"}
+        return {f"{name}-weak": of.model_copy(update={"scaling": "weak"}) for name, of in strong.items()} | variants
+
+    known = with_weak(words | ours)
+    if wrong := [name for name in names if name not in known]:
+        raise ConfigError(f"scale: found {', '.join(wrong)}; expected some of {', '.join(known)}.")
+    return {name: known[name] for name in names or with_weak(ours or words)}
 
 
 def numbers_of(here: Sequence[int], up_to: int | None) -> list[int]:
@@ -158,43 +161,50 @@ def numbers_of(here: Sequence[int], up_to: int | None) -> list[int]:
 
 
 def arms_of(
-    config: Config,
-    machine: Machine,
-    variants: Mapping[str, Variant],
-    numbers: Sequence[int],
-    available: int,
-    modes: Sequence[Mode],
+    config: Config, machine: Machine, variants: Mapping[str, Variant], numbers: Sequence[int], available: int
 ) -> tuple[tuple[Place, ...], dict[str, Plan]]:
-    """Return the places of all curves, and the plans of their arms; all curves of a variant share that of one process.
+    """Return the places of all curves, and the plans of their arms.
 
     Raises ConfigError for whatever makes a plan impossible, and for a batch that further processes cannot divide.
     """
     places: list[Place] = []
     plans: dict[str, Plan] = {}
-    for (name, variant), mode, number in product(variants.items(), modes, numbers):
-        here, further = min(number, available), max(1, number // available)
+    whole = config.train.batch_size
+
+    def planned(name: str, batch_size: int, variant: Variant, **changes: Any) -> Plan:
+        train = config.train.model_copy(update={"batch_size": batch_size})
+        of_name = {name: variant.model_copy(update=changes)}
+        return plan_of(config.model_copy(update={"train": train, "variants": of_name}), name, machine)
+
+    for (name, variant), number in product(variants.items(), numbers):
+        here, further, weak = min(number, available), max(1, number // available), variant.scaling == "weak"
         replicas = machine.hosts if variant.replicas == "hosts" else variant.replicas
         if number > 1 and replicas > 1 and here % (2 * replicas):
             continue
-        weak = "-weak" if mode == "weak" and number > 1 else ""
-        own, alone = f"{name}-{here}{weak}", f"{name}-{here if weak else number}{weak}-alone"
-        single = {"processes": 1, "replicas": 1, "scaling": "strong"}
-        of_number = variant.model_copy(update={"processes": here, "scaling": mode} if number > 1 else single)
-        plan = plan_of(config.model_copy(update={"variants": {own: of_number}}), own, machine)
+        own, alone = f"{name}-{here}", f"{name}-{here if weak else number}-alone"
+        single = {"replicas": 1, "scaling": "strong"} if number == 1 else {}
+        plan = planned(own, whole, variant, processes=here, **single)
         is_modelled = number > 1 and _exchanging(plan) <= MODELLED
         if number > available and not is_modelled:
             continue
         plans[own] = plan
         if is_modelled:
-            plans[alone] = _with_share(plan, alone, here if weak else number)
+            if not weak and whole % number:
+                raise ConfigError(
+                    f"train.batch_size: found {whole}, which {number} processes cannot divide; allowed: a multiple of "
+                    f"{number}, or a smaller --up-to."
+                )
+            twin = planned(alone, whole if weak else whole * here // number, variant, processes=here)
+            applied = twin.applied.model_copy(update={"communication_hook": "none"})
+            plans[alone] = twin.model_copy(update={"reduces": False, "applied": applied})
         places.append(
             Place(
-                name=f"{name}-{number}{weak}",
+                name=f"{name}-{number}",
                 variant=name,
-                mode=mode,
+                mode=variant.scaling,
                 processes=number,
                 hosts=further * plan.hosts,
-                batch_size=further * plan.train.batch_size if weak else plan.train.batch_size,
+                batch_size=whole * number if weak else whole,
                 devices=number if plan.device == "cuda" else further * plan.hosts,
                 replicas=plan.applied.copies * (further if variant.replicas == "hosts" else 1),
                 alone=alone if is_modelled else None,
@@ -202,22 +212,6 @@ def arms_of(
             )
         )
     return tuple(places), plans
-
-
-def _with_share(plan: Plan, name: str, number: int) -> Plan:
-    """Return the plan of processes that exchange nothing and take the share of the batch of one of ``number``."""
-    shares = number * plan.micro_batches
-    batch_size = plan.train.batch_size
-    if batch_size % shares:
-        raise ConfigError(
-            f"train.batch_size: found {batch_size}, which {number} processes cannot divide; allowed: a multiple of "
-            f"{shares}, or a smaller --up-to."
-        )
-    share = batch_size // shares
-    applied = plan.applied.model_copy(update={"communication_hook": "none"})
-    return plan.with_train(batch_size=share * plan.micro_batches * plan.processes).model_copy(
-        update={"name": name, "micro_batch_size": share, "reduces": False, "applied": applied}
-    )
 
 
 def _exchanging(plan: Plan) -> set[str]:

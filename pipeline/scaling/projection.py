@@ -31,11 +31,6 @@ MOST_BESIDE = 4.0
 """The largest factor by which communication is assumed to take longer beside arithmetic."""
 LEAST_SHARE = 0.1
 """If less of a step is communication that nothing hides, the step does not tell this factor: noise would decide it."""
-UNEVEN = 1.1
-"""A process is slow if its steps take so many times the mean."""
-
-Collective = Callable[[float], float]
-"""Bytes -> the seconds of a collective that runs alone."""
 
 
 class Parts(Record):
@@ -88,11 +83,9 @@ class Alone(Record):
         return self.slowest_seconds - self.mean_seconds + self.jitter_seconds * grown
 
     @property
-    def slow(self) -> str | None:
-        """The process whose steps take ``UNEVEN`` times the mean, in words; None if there is none."""
-        times = self.slowest_seconds / self.mean_seconds
-        who = f"rank {self.slowest_rank} on {self.slowest_host}"
-        return f"{who} takes {times:.2f} times the mean process's step" if times > UNEVEN else None
+    def unevenness(self) -> float:
+        """How many times the mean process's step the slowest process takes."""
+        return self.slowest_seconds / self.mean_seconds
 
 
 def alone_of(rounds: Sequence[Sequence[Arithmetic]]) -> Alone:
@@ -171,23 +164,19 @@ def beside(step_seconds: float, parts_with: Callable[[float], Parts]) -> float:
     return (low + high) / 2
 
 
-def collective(timings: Sequence[Timing], processes: int, backend: str) -> Collective:
-    """Return the seconds of an operation among ``processes``, from its timings among as many, or among others.
+def seconds_among(processes: int, size: float, timings: Sequence[Timing], backend: str) -> float:
+    """Return the seconds of an operation with ``size`` bytes, from its timings among as many processes, or others.
 
     Between two sizes, it is interpolated. The time of the smallest size is the latency: with the number of processes,
     it grows with the messages that follow each other, the rest with the bytes that each process sends.
     """
     sizes, seconds = [timing.size_bytes for timing in timings], [timing.median_seconds for timing in timings]
     timed, algorithm = timings[0].processes, backend if timings[0].operation == "all_reduce" else "ring"
+    whole = max(1.0, size / sizes[-1]) * float(np.interp(size, sizes, seconds))
+    latency = min(seconds[0], whole)
     more_messages = messages(processes, algorithm) / messages(timed, algorithm)
     more_bytes = (1 - 1 / processes) / (1 - 1 / timed)
-
-    def taken(size: float) -> float:
-        whole = max(1.0, size / sizes[-1]) * float(np.interp(size, sizes, seconds))
-        latency = min(seconds[0], whole)
-        return more_messages * latency + more_bytes * (whole - latency)
-
-    return taken
+    return more_messages * latency + more_bytes * (whole - latency)
 
 
 def messages(processes: int, algorithm: str) -> float:
