@@ -36,7 +36,7 @@ def make_probe(processes: int, latency_ms: float = 1.0, per_megabyte_ms: float =
         for operation, part in zip(OPERATIONS, (1.0, 0.5, 0.5), strict=True)
         for size in (1000, MEGABYTE, 100 * MEGABYTE)
     ]  # fmt: skip
-    return Probe(device="cpu", backend="gloo", host_names=("a",), links=(), gpu_link=None, timings=tuple(timings))
+    return Probe(device="cpu", backend="gloo", host_names=("a",), timings=tuple(timings))
 
 
 def samples(milliseconds: float, **changes: Any) -> tuple[Window, ...]:

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 import torch.distributed as dist
 
-from pipeline import environment
+from pipeline import environment, hosts
 from pipeline.distributed import WorkerError, World
 from pipeline.distributed.collectives import seconds_of
 from pipeline.errors import ConfigError
@@ -33,14 +33,13 @@ def reduce(size: int, *seconds: float, processes: int = 4, hosts: int = 1) -> Ti
     return Timing(operation="all_reduce", processes=processes, hosts=hosts, size_bytes=size, seconds=seconds)
 
 
-def test_two_ranks_time_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "REPETITIONS", 2)
+def test_two_ranks_time_every_operation() -> None:
     found = measured(config_on("cpu"), environment.machine(), [2], sizes=(1001, 65_536))
-    assert (found.backend, found.links, found.gpu_link, found.numbers) == ("gloo", (), None, [2])
+    assert (found.backend, found.numbers) == ("gloo", [2])
     keys = [(timing.operation, timing.size_bytes) for timing in found.timings]
-    assert keys == [(operation, size) for operation in sorted(OPERATIONS) for size in (1008, 65_536)]
+    assert keys == [(operation, size) for size in (1008, 65_536) for operation in OPERATIONS]
     for timing in found.timings:
-        assert (timing.processes, timing.hosts, len(timing.seconds)) == (2, 1, 2)
+        assert (timing.processes, timing.hosts, len(timing.seconds)) == (2, 1, 3)
         assert min(timing.seconds) > 0
         assert not timing.is_slow
     assert Probe.model_validate_json(found.to_json()) == found
@@ -49,7 +48,7 @@ def test_two_ranks_time_every_operation(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_size_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = {"all_reduce": 0.2, "reduce_scatter": 0.1, "all_gather": 0.1}
     monkeypatch.setattr(probe, "seconds_of", lambda _, operation, *__: timed[operation])
-    ((_, times),) = probe._rank("cpu", 1.0, (1024, 4096))
+    ((_, _, times),) = probe._rank("cpu", 1.0, (1024, 4096))
     assert [size for operation, size in times if operation == "all_reduce"] == [1024]
     assert [size for operation, size in times if operation == "all_gather"] == [1024, 4096]
 
@@ -103,12 +102,19 @@ def test_all_devices_are_probed(machine: Any, device: str, counts: list[int], mo
 
 def made(link: int | None, *large: float) -> Probe:
     """Return a probe of two hosts whose link states ``link`` Mbit/s. ``large``: the seconds for a MiB."""
-    links: Any = tuple({"link": "ethernet", "megabit_per_second": speed} for speed in (25_000, link))
     reduces = [reduce(1024, 45e-6, processes=2, hosts=2), reduce(2**20, *large, processes=2, hosts=2)]
-    timings = [timing.model_copy(update={"operation": operation}) for operation in OPERATIONS for timing in reduces]
-    about: Any = {"device": "a CPU", "backend": "gloo", "gpu_link": None}
-    timings = [timing.model_copy(update={"stated_bytes_per_second": probe.stated_by(links)}) for timing in timings]
-    return Probe(**about, host_names=("one", "two"), links=links, timings=tuple(timings))
+    stated = {"stated_bytes_per_second": link and link * 1e6 / 8}
+    timings = [of.model_copy(update=stated | {"operation": operation}) for operation in OPERATIONS for of in reduces]
+    return Probe(device="a CPU", backend="gloo", host_names=("one", "two"), timings=tuple(timings))
+
+
+@pytest.mark.parametrize(("speeds", "stated"), [((25_000, 10_000), 1.25e9), ((25_000, None), None)])
+def test_the_slowest_host_states_the_speed(
+    speeds: tuple[int | None, ...], stated: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = [{"link": "ethernet", "megabit_per_second": speed} for speed in speeds]
+    monkeypatch.setattr(hosts, "links", lambda: links)
+    assert probe.stated_by_hosts() == stated
 
 
 def test_a_slow_link_is_named() -> None:
@@ -159,11 +165,11 @@ def test_faster_links_are_assumed_to_be_faster() -> None:
 
 def test_nvlink_and_pcie_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     with as_if_cuda(2):
-        assert probe.gpu_link() == {"link": "nvlink", "megabit_per_second": 8 * 18 * 26_562}
+        assert probe.stated_by_gpus() == 1e6 * 18 * 26_562
         monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", lambda *_: 1)
-        assert probe.gpu_link() == {"link": "pcie", "megabit_per_second": round(16 * 16_000 * 128 / 130)}
+        assert probe.stated_by_gpus() == pytest.approx(16 * 2e9 * 128 / 130)
         monkeypatch.setattr(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", missing)
-        assert probe.gpu_link() == {"link": "pcie", "megabit_per_second": None}
+        assert probe.stated_by_gpus() is None
 
 
 def missing(_: Any) -> None:
@@ -178,6 +184,4 @@ def test_gpus_are_probed() -> None:
     found = measured(config_on("cuda"), machine, [2], sizes=(1024, 2**20))
     assert found.backend == "nccl"
     assert len(found.timings) == 6
-    link = known(found.gpu_link)
-    assert link["link"] in ("nvlink", "pcie")
     assert known(found.timings[0].stated_bytes_per_second) > 1e9

@@ -87,7 +87,7 @@ def reported(
 def write(report: Report, directory: Path = REPORTS) -> None:
     """Write the report as JSON, Markdown and a page, all or none; print the Markdown."""
     charts = [_speedups(curve) for curve in report.curves]
-    content: dict[str, Any] = {"report": report, "parts": [*Parts.model_fields], "charts": charts}
+    content: dict[str, Any] = {"report": report, "parts": [*Parts.__annotations__], "charts": charts}
     say(write_pages("scaling", directory, report.to_json(), **content), end="")
 
 

@@ -200,7 +200,7 @@ class Analysis:
         """Return the parts of a step, which add up to it."""
         if place.processes == 1:
             waits = step_seconds * (over_rounds(INPUT_WAIT, self._samples[place.name]) or 0.0)
-            return Parts(arithmetic=step_seconds - waits, input=waits)
+            return Parts(step_seconds - waits, waits)
         if not place.alone:
             return None
         return self._parts_with(place)(self._beside(place, place.processes)).within(step_seconds)

@@ -17,7 +17,7 @@ from pipeline import hosts, pages
 from pipeline.distributed import forked, world
 from pipeline.distributed.collectives import seconds_of
 from pipeline.environment import cores, hardware
-from pipeline.errors import ConfigError, say
+from pipeline.errors import ConfigError, count, say
 from pipeline.measurement.windows import handle_of
 from pipeline.params import Config, Machine, Variant
 from pipeline.plans import Plan
@@ -77,7 +77,7 @@ class Timing(Record):
     size_bytes: int
     """The tensor that is reduced, or that all processes hold in the end."""
     seconds: tuple[float, ...]
-    """Of one call on the slowest process, a value for each repetition in fresh processes."""
+    """Of one call on the slowest process, a value for each repetition."""
     stated_bytes_per_second: float | None = None
     """The bus bandwidth that the hardware states; None if it is unknown."""
 
@@ -111,12 +111,8 @@ class Probe(Document):
     """Name of the GPU or CPU."""
     backend: Literal["nccl", "gloo"]
     host_names: tuple[str, ...]
-    links: tuple[dict[str, str | int | None], ...]
-    """Each host's link to the first host (``hosts.links``); empty with one host."""
-    gpu_link: dict[str, str | int | None] | None
-    """What joins the GPUs of a host, in the same form; None on CPUs."""
     timings: tuple[Timing, ...]
-    """By the number of processes, the operation and the size."""
+    """By the number of processes and the size."""
 
     @property
     def numbers(self) -> list[int]:
@@ -128,31 +124,28 @@ class Probe(Document):
         return [timing for timing in self.timings if (timing.processes, timing.operation) == (processes, operation)]
 
 
-def gpu_link() -> dict[str, str | int | None]:
-    """Describe what joins the GPUs that this process sees, as ``hosts.link_to`` does: NVLink if each pair has it, else
-    PCIe; the speed is that of one direction of a GPU, and None if NVML does not know it."""
-    link: dict[str, str | int | None] = {"link": None, "megabit_per_second": None}
+def stated_by_gpus() -> float | None:
+    """Return the bytes per second that each GPU that this process sees can send to another, in one direction: by NVLink
+    if each pair has it, else by PCIe. None if NVML does not know it."""
     with suppress(pynvml.NVMLError):
         gpus = [handle_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
         kind = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
         if all(pynvml.nvmlDeviceGetP2PStatus(*pair, kind) == 0 for pair in combinations(gpus, 2)):
-            link["link"] = "nvlink"
             lanes = [(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, lane) for lane in range(pynvml.NVML_NVLINK_MAX_LINKS)]
-            answers = [pynvml.nvmlDeviceGetFieldValues(gpu, lanes) for gpu in gpus]
-            speeds = [sum(8 * lane.value.uiVal for lane in of_gpu if lane.nvmlReturn == 0) for of_gpu in answers]
+            answers = [pynvml.nvmlDeviceGetFieldValues(gpu, lanes) for gpu in gpus]  # in megabytes per second
+            speeds = [1e6 * sum(lane.value.uiVal for lane in of_gpu if lane.nvmlReturn == 0) for of_gpu in answers]
         else:
-            link["link"] = "pcie"
             ends = [(pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu), pynvml.nvmlDeviceGetMaxPcieLinkWidth(gpu))
                     for gpu in gpus]  # fmt: skip
             # Of 130 bits, 128 are data; generation 3 sends 8 Gbit/s a lane, and each further one twice as much.
-            speeds = [round(1000 * 2**generation * 128 / 130 * lanes) for generation, lanes in ends]
-        link["megabit_per_second"] = min(speeds) or None
-    return link
+            speeds = [1e9 / 8 * 2**generation * 128 / 130 * lanes for generation, lanes in ends]
+        return min(speeds) or None
+    return None
 
 
-def stated_by(links: Sequence[Mapping[str, str | int | None]]) -> float | None:
-    """Return the speed of the slowest link, in bytes per second; None if that of a link is unknown."""
-    speeds = [link.get("megabit_per_second") for link in links]
+def stated_by_hosts() -> float | None:
+    """Return the bytes per second of the slowest host's link by its system; None if one is unknown."""
+    speeds = [link["megabit_per_second"] for link in hosts.links()]
     return None if None in speeds else min(1e6 / 8 * float(speed or 0) for speed in speeds)
 
 
@@ -176,51 +169,41 @@ def _plan(config: Config, machine: Machine, processes: int | Literal["auto"]) ->
 
 def measured(config: Config, machine: Machine, numbers: Sequence[int], sizes: Sequence[int] = SIZES) -> Probe:
     """Time all operations with ``sizes`` (bytes, ascending; rounded up to 4 for each process) among each of ``numbers``
-    processes.
+    processes, on the hosts that a plan with as many processes uses.
 
-    Each repetition is in fresh processes, on the hosts that a plan with as many processes uses; the numbers take turns.
     Raises ConfigError if the machine does not have as many devices, and WorkerError if a process fails.
     """
-    plans = [_plan(config, machine, processes) for processes in numbers]
-    seconds: dict[tuple[int, int, Operation, int], list[float]] = defaultdict(list)
-    about: dict[str, Any] = {}
-    for repetition in range(REPETITIONS):
-        say(f"probe: repetition {repetition + 1} of {REPETITIONS}", file=sys.stderr)
-        for plan in plans:
-            arguments = (plan.device, cores(), sizes)
-            with forked(_rank, arguments, plan.processes, preload=[__name__], on_hosts=plan.hosts) as ask:
-                about, times = ask(None)[0]
-            for timed, taken in times.items():
-                seconds[plan.processes, plan.hosts, *timed].append(taken)
-    names, links = (hosts.names(), hosts.links()) if machine.hosts > 1 else ((), ())
-    timings = tuple(
-        Timing(
-            operation=operation,
-            processes=processes,
-            hosts=on_hosts,
-            size_bytes=size,
-            seconds=tuple(values),
-            stated_bytes_per_second=stated_by(links if on_hosts > 1 else [about["gpu_link"] or {}]),
-        )
-        for (processes, on_hosts, operation, size), values in sorted(seconds.items())
-    )
-    return Probe(**about, host_names=tuple(names), links=tuple(links), timings=timings)
+    plans, timings, about = [_plan(config, machine, processes) for processes in numbers], list[Timing](), {}
+    for plan in plans:
+        say(f"probe: {count(plan.processes, 'process')}", file=sys.stderr)
+        arguments = (plan.device, cores(), sizes)
+        with forked(_rank, arguments, plan.processes, preload=[__name__], on_hosts=plan.hosts) as ask:
+            about, stated, seconds = ask(None)[0]
+        stated = stated_by_hosts() if plan.hosts > 1 else stated
+        where: dict[str, Any] = {"processes": plan.processes, "hosts": plan.hosts, "stated_bytes_per_second": stated}
+        timings += [
+            Timing(operation=operation, size_bytes=size, seconds=values, **where)
+            for (operation, size), values in seconds.items()
+        ]
+    return Probe(**about, host_names=tuple(hosts.names()), timings=tuple(timings))
 
 
-def _rank(device: Literal["cpu", "cuda"], cores: float, sizes: Sequence[int]) -> Generator[tuple[dict[str, Any], Any]]:
-    """Yield what a probe says of this rank's device, and operation and size -> seconds. An operation takes no larger
-    sizes once its calls take long, which all ranks see alike."""
-    times: dict[tuple[Operation, int], float] = {}
+def _rank(
+    device: Literal["cpu", "cuda"], cores: float, sizes: Sequence[int]
+) -> Generator[tuple[dict[str, str], float | None, dict[tuple[Operation, int], list[float]]]]:
+    """Yield the device and the backend, what its links state, and operation and size -> seconds. An operation takes no
+    larger sizes once its calls take long, which all ranks see alike."""
+    seconds: dict[tuple[Operation, int], list[float]] = defaultdict(list)
     with world(device, cores) as joined:
-        step, going_on = 4 * joined.size, set(OPERATIONS)
-        for size in (-(-size // step) * step for size in sizes):
-            for operation in OPERATIONS:
-                if operation in going_on:
-                    times[operation, size] = seconds_of(joined, operation, size, WINDOW_SECONDS)
-            going_on = {operation for operation in going_on if times[operation, size] < LONG_SECONDS}
-        on_gpu = device == "cuda"
+        step, on_gpu = 4 * joined.size, device == "cuda"
+        for _ in range(REPETITIONS):
+            going_on = [*OPERATIONS]
+            for size in (-(-size // step) * step for size in sizes):
+                for operation in going_on:
+                    seconds[operation, size].append(seconds_of(joined, operation, size, WINDOW_SECONDS))
+                going_on = [operation for operation in going_on if seconds[operation, size][-1] < LONG_SECONDS]
         name = torch.cuda.get_device_name() if on_gpu else hardware.cpu_model(hardware.cpu_facts())
-        yield {"device": name, "backend": joined.backend, "gpu_link": gpu_link() if on_gpu else None}, times
+        yield {"device": name, "backend": joined.backend or ""}, stated_by_gpus() if on_gpu else None, dict(seconds)
 
 
 def run(config: Config, machine: Machine, *, as_json: bool) -> None:

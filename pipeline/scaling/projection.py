@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,7 +34,8 @@ LEAST_SHARE = 0.1
 """If less of a step is communication that nothing hides, the step does not tell this factor: noise would decide it."""
 
 
-class Parts(Record):
+@dataclass(frozen=True)
+class Parts:
     """The parts of a step, in seconds."""
 
     arithmetic: float
@@ -55,8 +57,7 @@ class Parts(Record):
         arithmetic = min(self.arithmetic, step_seconds - self.input)
         waiting = min(self.waiting, step_seconds - self.input - arithmetic)
         exposed = step_seconds - self.input - arithmetic - waiting
-        hidden = max(0.0, self.hidden + self.exposed - exposed)
-        return Parts(arithmetic=arithmetic, input=self.input, waiting=waiting, exposed=exposed, hidden=hidden)
+        return Parts(arithmetic, self.input, waiting, exposed, max(0.0, self.hidden + self.exposed - exposed))
 
 
 class Alone(Record):
@@ -72,7 +73,7 @@ class Alone(Record):
     """How much longer the slowest process of a single step takes than the slowest on average."""
     processes: Count
     buckets: tuple[Exchange, ...]
-    """As in ``Arithmetic``; medians over the processes too."""
+    """As in ``Arithmetic``."""
 
     def waiting(self, processes: int) -> float:
         """Return how many seconds longer than the mean the slowest of so many processes takes in each step.
@@ -93,8 +94,8 @@ def alone_of(rounds: Sequence[Sequence[Arithmetic]]) -> Alone:
     steps = [np.array([rank.step_seconds for rank in ranks]) for ranks in rounds]
     of_ranks = np.median([of_round.mean(axis=1) for of_round in steps], axis=0)
     of_latest = float(np.median([of_round.max(axis=0).mean() for of_round in steps]))
-    slowest, every = int(of_ranks.argmax()), [rank.buckets for ranks in rounds for rank in ranks]
-    alike = [buckets for buckets in every if [of[1:] for of in buckets] == [of[1:] for of in every[-1]]]
+    slowest, last = int(of_ranks.argmax()), rounds[-1][0]
+    later = float(of_ranks.mean()) / statistics.fmean(last.step_seconds)  # a bucket is ready at a share of the step
     return Alone(
         mean_seconds=float(of_ranks.mean()),
         slowest_seconds=float(of_ranks[slowest]),
@@ -102,10 +103,7 @@ def alone_of(rounds: Sequence[Sequence[Arithmetic]]) -> Alone:
         slowest_host=rounds[0][slowest].host,
         jitter_seconds=max(0.0, of_latest - float(of_ranks[slowest])),
         processes=len(of_ranks),
-        buckets=tuple(
-            same[0]._replace(ready_seconds=statistics.median(bucket.ready_seconds for bucket in same))
-            for same in zip(*alike, strict=True)
-        ),
+        buckets=tuple(bucket._replace(ready_seconds=later * bucket.ready_seconds) for bucket in last.buckets),
     )
 
 
@@ -143,13 +141,7 @@ def parts(
         ended, communicating = max(begins + exposed, ended) + seconds, communicating + seconds
         exposed = max(exposed, ended - (begins if blocking and exchange.operation != "all_reduce" else needed))
     waited = input_fraction * alone.mean_seconds
-    return Parts(
-        arithmetic=alone.mean_seconds - waited,
-        input=waited,
-        waiting=waiting,
-        exposed=exposed,
-        hidden=max(0.0, communicating - exposed),
-    )
+    return Parts(alone.mean_seconds - waited, waited, waiting, exposed, max(0.0, communicating - exposed))
 
 
 def beside(step_seconds: float, parts_with: Callable[[float], Parts]) -> float:
