@@ -59,6 +59,7 @@ def make_measured(step_ms: float = 61.0, **alone_2: Any) -> Measured:
     steps = {"ddp-1": 100.0, "ddp-2": step_ms, "ddp-2-alone": 50.0, "ddp-4-alone": 50.0}  # the last with half the batch
     bench = make_bench([make_result(name) for name in steps], rounds=ROUNDS)
     arms = (arm.model_copy(update={"samples": samples(steps[arm.variant]), "batch_size": BATCH}) for arm in bench.arms)
-    data = bench.dataset and bench.dataset.model_copy(update={"train_count": 2560})
-    bench = bench.model_copy(update={"arms": tuple(arms), "dataset": data})
-    return Measured(bench=bench, places=tuple(places), alone=alone, probe=make_probe(2), jobs={"ddp": "job"})
+    bench = bench.model_copy(update={"arms": tuple(arms)})
+    return Measured(
+        bench=bench, places=tuple(places), alone=alone, probe=make_probe(2), jobs={"ddp": "job"}, epoch_samples=2560
+    )

@@ -22,7 +22,7 @@ from pipeline.profiling.arithmetic import Unreduced
 from pipeline.results import Arithmetic, Exchange
 from pipeline.results.figures import THROUGHPUT
 from pipeline.scaling import command, points, projection
-from pipeline.scaling.curves import Analysis, Curve, Projections, Report
+from pipeline.scaling.curves import Analysis, Curve, Report
 from pipeline.scaling.points import Measured
 from pipeline.scaling.projection import Alone, alone_of, beside, parts
 from pipeline.techniques import of_plan
@@ -105,9 +105,9 @@ def test_hidden_communication_says_nothing_of_beside() -> None:
 # Curves from samples with known answers.
 
 
-def analysis_of(measured: Measured, worth: float = 0.1, before: Projections = (), **options: Any) -> Analysis:
+def analysis_of(measured: Measured, worth: float = 0.1, **options: Any) -> Analysis:
     values = {"price": None, "link": None, "epochs": 10.0, "to_target": False} | options
-    return Analysis(Report(measured=measured, worth=worth, **values), 0.15, before)
+    return Analysis(Report(measured=measured, worth=worth, **values), 0.15)
 
 
 def curve_of(measured: Measured, worth: float = 0.1, **options: Any) -> Curve:
@@ -270,9 +270,16 @@ def test_the_comparison_has_the_price_of_an_epoch(price: Any) -> None:
 
 
 def test_an_earlier_projection_stands_beside_the_measurement() -> None:
-    earlier = curve_of(make_measured())
-    before = [(("job", 2), earlier.points[2].speedup), (("other", 2), earlier.points[1].speedup)]
-    assert curve_of(make_measured(), before=before).points[1].earlier == (earlier.points[2].speedup,)
+    def report_of(measured: Measured, earlier: Sequence[Report] = ()) -> Report:
+        return command.reported(parse({"variants": VARIANTS}), measured, earlier, price=None, link=None)
+
+    measured = make_measured()
+    places = tuple(place.model_copy(update={"measured": place.processes == 1}) for place in measured.places)
+    before = report_of(measured.model_copy(update={"places": places}))
+    other = report_of(measured.model_copy(update={"places": places, "jobs": {"ddp": "other"}}))
+    _, two, four = report_of(measured, [before, other, report_of(measured)]).curves[0].points
+    assert two.earlier == (before.curves[0].points[1].speedup,)
+    assert four.earlier == ()
 
 
 # The arms.

@@ -64,23 +64,11 @@ def reported(
     with suppress(OSError, ValueError, KeyError, TypeError):  # without a comparison of this job, nothing is known
         comparison = files.read_json(REPORTS / "comparison.json")
         if comparison["train"] == config.job and (samples := comparison["variants"][0]["time_to_target"]["samples"]):
-            epochs, to_target = samples / measured.train_count, True
-    about: dict[str, Any] = {
-        "worth": config.scale.worth,
-        "price": price,
-        "epochs": epochs,
-        "to_target": to_target,
-        "link": link,
-    }
-    report = Report(measured=measured, **about)
-    projected = [
-        ((before.measured.jobs[curve.variant], point.place.processes), point.speedup)
-        for before in earlier
-        for curve in before.curves
-        for point in curve.points
-        if not point.place.measured
-    ]
-    curves = Analysis(report, config.compare.max_spread, projected).curves()
+            epochs, to_target = samples / measured.epoch_samples, True
+    report = Report(
+        measured=measured, worth=config.scale.worth, price=price, epochs=epochs, to_target=to_target, link=link
+    )
+    curves = Analysis(report, config.compare.max_spread, earlier).curves()
     return report.model_copy(update={"curves": tuple(curves)})
 
 

@@ -23,9 +23,6 @@ DOUBT = 0.25
 """Half-width of a projection's interval, on the logarithmic scale, for twice the devices that were measured; more if
 the largest number that was measured is projected worse (docs/how-we-know/scaling.md)."""
 
-Projections = Sequence[tuple[tuple[str, int], Difference]]
-"""Job and number of processes, and a projected speed-up."""
-
 
 class Point(Record):
     """A number of devices on a curve."""
@@ -103,9 +100,8 @@ class Analysis:
     The speed of a place that was not measured is that of its arm without an exchange, times a factor.
     """
 
-    def __init__(self, report: Report, max_spread: float, before: Projections = ()) -> None:
-        """``before``: what earlier reports projected."""
-        self._report, self._measured, self._before = report, report.measured, before
+    def __init__(self, report: Report, max_spread: float, earlier: Sequence[Report] = ()) -> None:
+        self._report, self._measured, self._reports_before = report, report.measured, earlier
         bench, measured = report.measured.bench, [place for place in report.measured.places if place.measured]
         self._samples = {arm.variant: arm.samples for arm in bench.arms if arm.role == "variant"}
         self._table = sessions.table_of([bench], max_spread, {})
@@ -129,9 +125,8 @@ class Analysis:
         if before:
             doublings = math.log2(place.processes / before.processes)
             more = self._ratio(place, before, (1 + self._report.worth) ** doublings - 1)
-        epoch_seconds = step and step * self._measured.train_count / place.batch_size
+        epoch_seconds = step and step * self._measured.epoch_samples / place.batch_size
         hours = epoch_seconds and place.devices * epoch_seconds * self._report.epochs / 3600
-        job = self._measured.jobs[place.variant], place.processes
         return Point(
             place=place,
             samples_per_second=step and place.batch_size / step,
@@ -144,11 +139,18 @@ class Analysis:
             joules_per_sample=over_rounds(ENERGY, samples),
             parts=self._parts(place, step) if step else None,
             left_out=self._ratio(place, single, left_out=True) if place.measured and place.alone else None,
-            earlier=tuple(projected for key, projected in self._before if place.measured and key == job),
+            earlier=tuple(self._earlier(place)) if place.measured else (),
             epoch_seconds=epoch_seconds,
             price=self._report.price and hours and self._report.price * hours,
             money=speedup.estimate and place.devices / single.devices / speedup.estimate,
         )
+
+    def _earlier(self, place: Place) -> Iterator[Difference]:
+        """Yield what earlier reports of the job projected for a place."""
+        for report in self._reports_before:
+            if report.measured.jobs.get(place.variant) == self._measured.jobs[place.variant]:
+                points = (point for curve in report.curves for point in curve.points)
+                yield from (of.speedup for of in points if of.place.name == place.name and not of.place.measured)
 
     def _ratio(
         self, above: Place, below: Place, margin: float = 0.0, *, left_out: bool = False, figure: Figure = THROUGHPUT

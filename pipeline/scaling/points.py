@@ -69,12 +69,7 @@ class Measured(Document):
     jobs: dict[str, str]
     """Variant -> digest of its settings, the job, the data and the kind of device: projections of equal jobs can be
     compared with what is measured."""
-
-    @property
-    def train_count(self) -> int:
-        """Samples of an epoch."""
-        assert self.bench.dataset
-        return self.bench.dataset.train_count
+    epoch_samples: Count
 
 
 class _Server(Server):
@@ -106,18 +101,10 @@ def measured(config: Config, machine: Machine, names: Sequence[str], up_to: int 
         arms = [*specs, specs[0].control()]
         steps, round_seconds, _, _ = calibrated(arms, settings, ledgers=False)
         server.rounds.clear()  # the samples of the calibration are no rounds
-        bench = side_by_side(
-            "scale",
-            arms,
-            settings,
-            job.device,
-            steps=steps,
-            round_seconds=round_seconds,
-            session=session,
-            keep=lambda _: None,
-            **job.facts | {"baseline": specs[0].name, "keys": {}},
-        )
-    of_job = [config.job, job.facts["dataset"].sha256, bench.arms[0].device]
+        about = job.facts | {"baseline": specs[0].name, "keys": {}, "session": session, "keep": lambda _: None}
+        bench = side_by_side("scale", arms, settings, job.device, steps=steps, round_seconds=round_seconds, **about)
+    data = job.facts["dataset"]
+    of_job = [config.job, data.sha256, bench.arms[0].device]
     values = {name: of.model_dump(mode="json", exclude={"processes"}) for name, of in variants.items()}
     return Measured(
         bench=bench,
@@ -125,6 +112,7 @@ def measured(config: Config, machine: Machine, names: Sequence[str], up_to: int 
         alone={name: alone_of(rounds) for name, rounds in server.rounds.items()},
         probe=probed,
         jobs={name: files.json_sha256([of, *of_job]) for name, of in values.items()},
+        epoch_samples=data.train_count,
     )
 
 

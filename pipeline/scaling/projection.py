@@ -83,11 +83,6 @@ class Alone(Record):
         grown = _largest_normal(processes) / _largest_normal(self.processes)
         return self.slowest_seconds - self.mean_seconds + self.jitter_seconds * grown
 
-    @property
-    def unevenness(self) -> float:
-        """How many times the mean process's step the slowest process takes."""
-        return self.slowest_seconds / self.mean_seconds
-
 
 def alone_of(rounds: Sequence[Sequence[Arithmetic]]) -> Alone:
     """Join the steps of all ranks in all rounds of an arm. Those of a round with the same index ran side by side."""
@@ -114,18 +109,12 @@ def _largest_normal(number: int) -> float:
 
 
 def parts(
-    alone: Alone,
-    input_fraction: float,
-    processes: int,
-    taken: Sequence[float],
-    beside: float = 1.0,
-    *,
-    blocking: bool = False,
+    alone: Alone, waits: float, processes: int, taken: Sequence[float], beside: float = 1.0, *, blocking: bool = False
 ) -> Parts:
     """Return the parts of a step of ``processes`` processes.
 
     ``alone``: their steps without the exchange, or those of fewer processes, with the same share of the batch each.
-    ``input_fraction``: the share of these steps that waits for input. ``taken``: the seconds of each exchange alone.
+    ``waits``: the share of these steps that waits for input. ``taken``: the seconds of each exchange alone.
     ``blocking``: gathers and scatters return when they are over, as gloo's do. Else a gather is needed when what
     follows it is ready, because a block's run begins the next gather; all else, when the backward pass ends.
     """
@@ -140,7 +129,7 @@ def parts(
         seconds = beside * alone_seconds
         ended, communicating = max(begins + exposed, ended) + seconds, communicating + seconds
         exposed = max(exposed, ended - (begins if blocking and exchange.operation != "all_reduce" else needed))
-    waited = input_fraction * alone.mean_seconds
+    waited = waits * alone.mean_seconds
     return Parts(alone.mean_seconds - waited, waited, waiting, exposed, max(0.0, communicating - exposed))
 
 
