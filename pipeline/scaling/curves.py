@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import groupby, takewhile
 from operator import attrgetter
 
@@ -105,11 +105,34 @@ class Analysis:
         bench, measured = report.measured.bench, [place for place in report.measured.places if place.measured]
         self._samples = {arm.variant: arm.samples for arm in bench.arms if arm.role == "variant"}
         self._table = sessions.table_of([bench], max_spread, {})
-        speeds = {place: over_rounds(THROUGHPUT, self._samples[place.name]) for place in measured}
-        self._steps = {place: place.batch_size / speed for place, speed in speeds.items() if speed}
         self._here = max(measured, key=attrgetter("processes"))
         self._within = self._here.processes // self._here.hosts
-        self._beside = cache(self._beside_of)
+        speeds = {place: over_rounds(THROUGHPUT, self._samples[place.name]) for place in measured}
+        self._steps = {place: place.batch_size / speed for place, speed in speeds.items() if speed}
+        self._projected: dict[Place, Parts] = {}
+        """The parts of a step as they are projected without the place's own measurement, and those that it is shown
+        to have."""
+        self._parts: dict[Place, Parts] = {}
+        self._doubts: dict[Place, float] = {}
+        self._take_apart()
+
+    def _take_apart(self) -> None:
+        """Project each place by the largest one before it that was measured, also within a host or also between hosts:
+        it tells how much longer communication takes beside arithmetic, and how far off a projection is."""
+        largest: dict[tuple[str, bool], tuple[float, float]] = {}
+        for place in self._measured.places:
+            step = self._steps.get(place)
+            if place.alone:
+                kind, parts_with = (place.variant, min(place.hosts, self._here.hosts) > 1), self._parts_with(place)
+                beside, self._doubts[place] = largest.get(kind, (1.0, DOUBT))
+                self._projected[place] = projected = parts_with(beside)
+                if step:
+                    beside = projection.beside(step, parts_with)
+                    largest[kind] = beside, max(DOUBT, abs(math.log(projected.step / step)))
+                self._parts[place] = parts_with(beside).within(step or projected.step)
+            elif step and place.processes == 1:
+                waits = step * (over_rounds(INPUT_WAIT, self._samples[place.name]) or 0.0)
+                self._parts[place] = Parts(step - waits, waits)
 
     def curves(self) -> Iterator[Curve]:
         for variant, of_curve in groupby(self._measured.places, attrgetter("variant")):
@@ -120,7 +143,7 @@ class Analysis:
 
     def _point(self, place: Place, before: Place | None, single: Place) -> Point:
         samples = self._samples[place.name] if place.measured else ()
-        step = self._steps.get(place) if place.measured else self._projected(place).step
+        step = self._steps.get(place) if place.measured else self._projected[place].step
         speedup, more = self._ratio(place, single), None
         if before:
             doublings = math.log2(place.processes / before.processes)
@@ -137,7 +160,7 @@ class Analysis:
             peak_memory_bytes=over_rounds(MEMORY, samples),
             memory=self._ratio(place, single, figure=MEMORY) if place.measured else None,
             joules_per_sample=over_rounds(ENERGY, samples),
-            parts=self._parts(place, step) if step else None,
+            parts=self._parts.get(place),
             left_out=self._ratio(place, single, left_out=True) if place.measured and place.alone else None,
             earlier=tuple(self._earlier(place)) if place.measured else (),
             epoch_seconds=epoch_seconds,
@@ -162,7 +185,7 @@ class Analysis:
         if above.measured and not left_out:
             return ratio
         doublings = max(1.0, math.log2(above.processes / max(below.processes, self._here.processes)))
-        ratio = stats.widened(_times(ratio, factor / of_base), self._doubt(above) * math.sqrt(doublings))
+        ratio = stats.widened(_times(ratio, factor / of_base), self._doubts[above] * math.sqrt(doublings))
         return ratio if ratio.why_untrusted else ratio.model_copy(update={"decision": stats.decide(ratio, margin)})
 
     def _basis(self, place: Place, *, left_out: bool = False) -> tuple[str, float]:
@@ -171,41 +194,7 @@ class Analysis:
             return place.name, 1.0
         assert place.alone
         speed = over_rounds(THROUGHPUT, self._samples[place.alone])
-        return place.alone, place.batch_size / self._projected(place).step / speed if speed else 1.0
-
-    def _doubt(self, place: Place) -> float:
-        """Return the doubt of a projection: the least one, or how far off the largest number is that was measured."""
-        largest = self._largest(place, self._here.processes)
-        if not largest or largest == place:
-            return DOUBT
-        return max(DOUBT, abs(math.log(self._projected(largest).step / self._steps[largest])))
-
-    def _largest(self, place: Place, most: int) -> Place | None:
-        """Return the place of the curve of ``place`` with the most processes, but no more than ``most``, of those that
-        were measured with and without the exchange, also within a host or also between hosts."""
-
-        def kind(of: Place) -> tuple[str, bool]:
-            return of.variant, min(of.hosts, self._here.hosts) > 1
-
-        alike = (of for of in self._steps if of.alone and of.processes <= most and kind(of) == kind(place))
-        return max(alike, key=attrgetter("processes"), default=None)
-
-    def _beside_of(self, place: Place, most: int) -> float:
-        """Return how much longer communication takes beside arithmetic with ``most`` processes or fewer."""
-        largest = self._largest(place, most)
-        return projection.beside(self._steps[largest], self._parts_with(largest)) if largest else 1.0
-
-    def _projected(self, place: Place) -> Parts:
-        return self._parts_with(place)(self._beside(place, place.processes - 1))
-
-    def _parts(self, place: Place, step_seconds: float) -> Parts | None:
-        """Return the parts of a step, which add up to it."""
-        if place.processes == 1:
-            waits = step_seconds * (over_rounds(INPUT_WAIT, self._samples[place.name]) or 0.0)
-            return Parts(step_seconds - waits, waits)
-        if not place.alone:
-            return None
-        return self._parts_with(place)(self._beside(place, place.processes)).within(step_seconds)
+        return place.alone, place.batch_size / self._projected[place].step / speed if speed else 1.0
 
     def _parts_with(self, place: Place) -> Callable[[float], Parts]:
         """Return the parts of a step by its arm without an exchange, as a function of how much longer communication

@@ -188,9 +188,7 @@ def measured(config: Config, machine: Machine, numbers: Sequence[int], sizes: Se
     return Probe(**about, host_names=tuple(hosts.names()), timings=tuple(timings))
 
 
-def _rank(
-    device: Literal["cpu", "cuda"], cores: float, sizes: Sequence[int]
-) -> Generator[tuple[dict[str, str], float | None, dict[tuple[Operation, int], list[float]]]]:
+def _rank(device: Literal["cpu", "cuda"], cores: float, sizes: Sequence[int]) -> Generator[tuple[Any, ...]]:
     """Yield the device and the backend, what its links state, and operation and size -> seconds. An operation takes no
     larger sizes once its calls take long, which all ranks see alike."""
     seconds: dict[tuple[Operation, int], list[float]] = defaultdict(list)
