@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from pipeline.results import Window
-from pipeline.scaling.points import Measured, Place
+from pipeline.scaling.curves import Measured, Place
 from pipeline.scaling.probe import OPERATIONS, Probe, Timing
 from pipeline.scaling.projection import Alone
 from tests.factories import make_bench, make_result, make_window

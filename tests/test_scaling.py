@@ -21,9 +21,8 @@ from pipeline.params import parse
 from pipeline.profiling.arithmetic import Unreduced
 from pipeline.results import Arithmetic, Exchange
 from pipeline.results.figures import THROUGHPUT
-from pipeline.scaling import command, points, projection
-from pipeline.scaling.curves import Analysis, Curve, Report
-from pipeline.scaling.points import Measured
+from pipeline.scaling import command, projection
+from pipeline.scaling.curves import Analysis, Curve, Measured, Report
 from pipeline.scaling.projection import Alone, alone_of, beside, parts
 from pipeline.techniques import of_plan
 from pipeline.training.assembly import compose
@@ -286,9 +285,9 @@ def test_an_earlier_projection_stands_beside_the_measurement() -> None:
 
 
 def test_numbers_double_up_to_all_devices() -> None:
-    assert points.numbers_of([2, 4, 6], None) == [1, 2, 4, 6, 12, 24]
-    assert points.numbers_of([2], 2) == [1, 2]
-    assert points.numbers_of([2, 4, 8], 64) == [1, 2, 4, 8, 16, 32, 64]
+    assert command.numbers_of([2, 4, 6], None) == [1, 2, 4, 6, 12, 24]
+    assert command.numbers_of([2], 2) == [1, 2]
+    assert command.numbers_of([2, 4, 8], 64) == [1, 2, 4, 8, 16, 32, 64]
 
 
 VARIANTS = {
@@ -304,9 +303,9 @@ VARIANTS = {
 
 def test_arms_of_all_kinds() -> None:
     config = parse({"train": {"batch_size": 64}, "variants": VARIANTS})
-    chosen = points.variants_of(config, [])
+    chosen = command.variants_of(config, [])
     assert {*chosen} == {f"{name}{weak}" for name in VARIANTS for weak in ("", "-weak") if name != "baseline"}
-    places, plans = points.arms_of(config, SERVER, chosen, (1, 2, 4, 8), 4)
+    places, plans = command.arms_of(config, SERVER, chosen, (1, 2, 4, 8), 4)
     names = {place.name: place for place in places}
     assert {"ddp-1", "ddp-8", "ddp-weak-8", "fsdp-8", "hybrid-8", "fp16-weak-2", "zero1-4"} <= names.keys()
     assert not {"hybrid-2", "zero1-8", "powersgd-8"} & names.keys()  # two replicas need four; not all is modelled
@@ -361,16 +360,16 @@ def test_answers_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_parallelism_is_the_baseline_with_it() -> None:
     config = parse({"variants": {"baseline": {"precision": "bf16"}}})
-    (found,) = points.variants_of(config, ["fsdp-weak"]).values()
+    (found,) = command.variants_of(config, ["fsdp-weak"]).values()
     assert (found.precision, found.parallelism, found.scaling) == ("bf16", "fsdp", "weak")
-    assert len(points.variants_of(config, [])) == 6
+    assert len(command.variants_of(config, [])) == 6
 
 
 def test_one_gpu_gives_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     one = SERVER.model_copy(update={"gpus": 1})
     with pytest.raises(ConfigError, match="found one GPU"):
-        points.measured(parse({"variants": VARIANTS}), one, [], None, 1.0)
+        command._measured(parse({"variants": VARIANTS}), one, [], None, 1.0)
 
 
 @pytest.mark.slow

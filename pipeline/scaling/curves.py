@@ -7,21 +7,58 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, takewhile
 from operator import attrgetter
+from typing import Literal
 
 from pipeline.comparison import sessions, stats
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.summaries import over_rounds
-from pipeline.results import Document, Exchange, Record
+from pipeline.results import Bench, Document, Exchange, Record
 from pipeline.results.figures import ENERGY, INPUT_WAIT, MEMORY, THROUGHPUT, Figure
-from pipeline.results.records import Operation
+from pipeline.results.records import Count, Operation
 from pipeline.scaling import projection
-from pipeline.scaling.points import Measured, Mode, Place
-from pipeline.scaling.probe import LINKS
-from pipeline.scaling.projection import Parts
+from pipeline.scaling.probe import LINKS, Probe
+from pipeline.scaling.projection import Alone, Parts
 
 DOUBT = 0.25
 """Half-width of a projection's interval, on the logarithmic scale, for twice the devices that were measured; more if
 the largest number that was measured is projected worse (docs/how-we-know/scaling.md)."""
+
+Mode = Literal["strong", "weak"]
+
+
+class Place(Record):
+    """A number of processes of a variant: a point of a curve."""
+
+    name: str
+    """The name of its arm; of a point that is projected, the name of the point."""
+    variant: str
+    """Also a variant of params.yaml with "-weak": with weak scaling."""
+    mode: Mode
+    processes: Count
+    hosts: Count
+    batch_size: Count
+    devices: Count
+    """What is paid for: the GPUs or, without GPUs, the hosts."""
+    replicas: Count
+    """Groups of processes that each share one model (fsdp)."""
+    alone: str | None
+    """The name of the arm that exchanges nothing; None with one process, or if the variant is not modelled."""
+    measured: bool
+
+
+class Measured(Document):
+    """What ``scale`` measured: the raw samples, from which ``curves`` computes all else."""
+
+    bench: Bench
+    places: tuple[Place, ...]
+    """By variant and number."""
+    alone: dict[str, Alone]
+    """Arm that exchanges nothing -> its steps."""
+    probe: Probe
+    jobs: dict[str, str]
+    """Variant -> digest of its settings, the job, the data and the kind of device: projections of equal jobs can be
+    compared with what is measured."""
+    epoch_samples: Count
 
 
 class Point(Record):
