@@ -146,11 +146,9 @@ class Analysis:
         self._within = self._here.processes // self._here.hosts
         speeds = {place: over_rounds(THROUGHPUT, self._samples[place.name]) for place in measured}
         self._steps = {place: place.batch_size / speed for place, speed in speeds.items() if speed}
-        self._projected: dict[Place, Parts] = {}
-        """The parts of a step as they are projected without the place's own measurement, and those that it is shown
-        to have."""
         self._parts: dict[Place, Parts] = {}
-        self._doubts: dict[Place, float] = {}
+        self._projected: dict[Place, tuple[str, float, float]] = {}
+        """The arm without an exchange, how many times as fast the place is by the projection, and the doubt of it."""
         self._take_apart()
 
     def _take_apart(self) -> None:
@@ -161,12 +159,13 @@ class Analysis:
             step = self._steps.get(place)
             if place.alone:
                 kind, parts_with = (place.variant, min(place.hosts, self._here.hosts) > 1), self._parts_with(place)
-                beside, self._doubts[place] = largest.get(kind, (1.0, DOUBT))
-                self._projected[place] = projected = parts_with(beside)
+                beside, doubt = largest.get(kind, (1.0, DOUBT))
+                projected, speed = parts_with(beside).step, over_rounds(THROUGHPUT, self._samples[place.alone])
+                self._projected[place] = place.alone, place.batch_size / projected / (speed or 1.0), doubt
                 if step:
                     beside = projection.beside(step, parts_with)
-                    largest[kind] = beside, max(DOUBT, abs(math.log(projected.step / step)))
-                self._parts[place] = parts_with(beside).within(step or projected.step)
+                    largest[kind] = beside, max(DOUBT, abs(math.log(projected / step)))
+                self._parts[place] = parts_with(beside).within(step or projected)
             elif step and place.processes == 1:
                 waits = step * (over_rounds(INPUT_WAIT, self._samples[place.name]) or 0.0)
                 self._parts[place] = Parts(step - waits, waits)
@@ -180,7 +179,7 @@ class Analysis:
 
     def _point(self, place: Place, before: Place | None, single: Place) -> Point:
         samples = self._samples[place.name] if place.measured else ()
-        step = self._steps.get(place) if place.measured else self._projected[place].step
+        step = self._steps.get(place) if place.measured else self._parts[place].step
         speedup, more = self._ratio(place, single), None
         if before:
             doublings = math.log2(place.processes / before.processes)
@@ -216,22 +215,16 @@ class Analysis:
         self, above: Place, below: Place, margin: float = 0.0, *, left_out: bool = False, figure: Figure = THROUGHPUT
     ) -> Difference:
         """Return the ratio of two places' figures; ``left_out``: as if ``above`` had not been measured."""
-        (arm, factor), (base, of_base) = self._basis(above, left_out=left_out), self._basis(below)
+        as_measured = above.measured and not left_out
+        arm, factor, doubt = (above.name, 1.0, 0.0) if as_measured else self._projected[above]
+        base, of_base, _ = (below.name, 1.0, 0.0) if below.measured else self._projected[below]
         confidence = stats.confidence_of(len(self._measured.places))
         (ratio,) = self._table.ratios(arm, base, figure, margin, confidence).values()
-        if above.measured and not left_out:
+        if as_measured:
             return ratio
         doublings = max(1.0, math.log2(above.processes / max(below.processes, self._here.processes)))
-        ratio = stats.widened(_times(ratio, factor / of_base), self._doubts[above] * math.sqrt(doublings))
+        ratio = stats.widened(_times(ratio, factor / of_base), doubt * math.sqrt(doublings))
         return ratio if ratio.why_untrusted else ratio.model_copy(update={"decision": stats.decide(ratio, margin)})
-
-    def _basis(self, place: Place, *, left_out: bool = False) -> tuple[str, float]:
-        """Return the arm that shows the speed of a place, and how many times as fast as this arm the place is."""
-        if place.measured and not left_out:
-            return place.name, 1.0
-        assert place.alone
-        speed = over_rounds(THROUGHPUT, self._samples[place.alone])
-        return place.alone, place.batch_size / self._projected[place].step / speed if speed else 1.0
 
     def _parts_with(self, place: Place) -> Callable[[float], Parts]:
         """Return the parts of a step by its arm without an exchange, as a function of how much longer communication

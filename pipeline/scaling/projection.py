@@ -136,13 +136,10 @@ def parts(
 def beside(step_seconds: float, parts_with: Callable[[float], Parts]) -> float:
     """Return the factor of communication beside arithmetic with which ``parts_with`` gives ``step_seconds``, between 0
     and ``MOST_BESIDE``; 1 if too little of the step is exposed communication (``LEAST_SHARE``)."""
-    low, high = 0.0, MOST_BESIDE
     if parts_with(1.0).exposed < LEAST_SHARE * step_seconds:
         return 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if parts_with(middle).step < step_seconds else (low, middle)
-    return (low + high) / 2
+    tried = np.linspace(0.0, MOST_BESIDE, 401)
+    return float(np.interp(step_seconds, [parts_with(factor).step for factor in tried], tried))
 
 
 def seconds_among(processes: int, size: float, timings: Sequence[Timing], backend: str) -> float:
