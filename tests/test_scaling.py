@@ -27,7 +27,7 @@ from pipeline.scaling.projection import Alone, alone_of, beside, parts
 from pipeline.techniques import of_plan
 from pipeline.training.assembly import compose
 from tests.commands import Command
-from tests.curves import BATCH, MEGABYTE, MILLISECOND, make_alone, make_measured, make_probe
+from tests.curves import BATCH, MEGABYTE, MILLISECOND, make_alone, make_measured, make_probe, samples
 from tests.factories import known, make_comparison
 from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of
 from tests.ranks import run_ranks
@@ -363,6 +363,15 @@ def test_a_parallelism_is_the_baseline_with_it() -> None:
     (found,) = command.variants_of(config, ["fsdp-weak"]).values()
     assert (found.precision, found.parallelism, found.scaling) == ("bf16", "fsdp", "weak")
     assert len(command.variants_of(config, [])) == 6
+
+
+def test_a_point_whose_rounds_were_rejected_is_unknown(tmp_path: Path) -> None:
+    measured = make_measured()
+    rejected = tuple(window.model_copy(update={"samples_per_second": None}) for window in samples(61))
+    arms = (arm.model_copy(update={"samples": rejected}) if arm.name == "ddp-2" else arm for arm in measured.bench.arms)
+    measured = measured.model_copy(update={"bench": measured.bench.model_copy(update={"arms": tuple(arms)})})
+    command.write(command.reported(parse({"variants": VARIANTS}), measured, [], price=None, link=None), tmp_path)
+    assert "| 2 | 256 | unknown | unknown, untrusted | unknown |" in (tmp_path / "scaling.md").read_text()
 
 
 def test_one_gpu_gives_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

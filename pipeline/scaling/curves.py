@@ -165,7 +165,8 @@ class Analysis:
                 if step:
                     beside = projection.beside(step, parts_with)
                     largest[kind] = beside, max(DOUBT, abs(math.log(projected / step)))
-                self._parts[place] = parts_with(beside).within(step or projected)
+                if step or not place.measured:
+                    self._parts[place] = parts_with(beside).within(step or projected)
             elif step and place.processes == 1:
                 waits = step * (over_rounds(INPUT_WAIT, self._samples[place.name]) or 0.0)
                 self._parts[place] = Parts(step - waits, waits)
