@@ -250,14 +250,11 @@ def learnt_nothing(baseline: Result) -> str:
     """Return why comparisons of accuracy may say nothing: the baseline's score exceeds that of a constant answer by no
     more than twice the standard error of so many samples. Empty if nothing shows it."""
     scores, train = [run.test_accuracy for run in baseline.runs], baseline.config["train"]
-    constant = baseline.dataset.most_frequent_fraction if baseline.dataset else None
-    chance = 2 * math.sqrt(constant * (1 - constant) / baseline.runs[0].test_count) if scores and constant else 0.0
-    if (
-        scores
-        and constant
-        and train.get("metric") == "accuracy"
-        and (mean := statistics.fmean(scores)) <= constant + chance + 1e-9
-    ):
+    if not scores:
+        return ""
+    constant = (baseline.dataset and baseline.dataset.most_frequent_fraction) or 0.0
+    mean, error = statistics.fmean(scores), math.sqrt(constant * (1 - constant) / baseline.runs[0].test_count)
+    if constant and train.get("metric") == "accuracy" and mean <= constant + 2 * error + 1e-9:
         return (
             f"comparisons of accuracy say nothing: the accuracy of `{baseline.variant}`, {mean:.2%}, hardly exceeds "
             f"that of a constant answer, {constant:.2%} (the share of the most frequent class)"

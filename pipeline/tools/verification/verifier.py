@@ -360,11 +360,10 @@ class Verifier:
     def _kept(self, plan: Plan) -> set[str]:
         """Return the names of the parameters that the variant does not train, and of the statistics in parts that are
         in evaluation mode."""
-        model, lora = self._plain(plan), plan.applied.lora
-        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        if lora:
-            frozen |= {name for name, _ in model.named_parameters() if not optimizers.matches(name, lora.train)}
-            frozen -= {*self._adapted(plan)}
+        model, trained = self._plain(plan), plan.applied.lora.train if plan.applied.lora else ["*"]
+        weights = model.named_parameters()
+        frozen = {name for name, weight in weights if not (weight.requires_grad and optimizers.matches(name, trained))}
+        frozen -= {*self._adapted(plan)}
         still = [(name, part) for name, part in model.named_modules() if not part.training]
         return frozen | {f"{name}.{key}" for name, part in still for key, _ in part.named_buffers(recurse=False)}
 
