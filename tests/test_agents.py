@@ -75,7 +75,7 @@ def test_another_key_is_refused(agent: str, tmp_path: Path, monkeypatch: pytest.
     assert not Path("ran").exists()
 
 
-@pytest.mark.parametrize(("content", "says"), [(None, "expected a file with a key"), (b"short", "a key of 5 bytes")])
+@pytest.mark.parametrize(("content", "says"), [(None, "; found ''"), (b"short", "; found '.*key'")])
 def test_a_key_is_needed(content: bytes | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(agents.KEY_FILE, raising=False)
     if content:
@@ -99,7 +99,7 @@ def test_a_silent_stranger_delays_no_sign_of_life() -> None:
     server, key, lost = socket.create_server(("127.0.0.1", 0)), b"key", list[float]()
     here = server.getsockname()
     with socket.create_connection(here):
-        greet = partial(link.watch, lose=lost.append)
+        greet = partial(link.watch, lose=lost.append, patience_seconds=60.0)
         Thread(target=link.accept, args=(server, key, greet), daemon=True).start()
 
         def connect() -> None:

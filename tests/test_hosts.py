@@ -175,7 +175,7 @@ def test_a_failure_elsewhere_ends_all_and_names_the_host(two_hosts: list[hosts.H
 def test_a_helper_that_is_lost_ends_all(
     monkeypatch: pytest.MonkeyPatch, two_hosts: list[hosts.Host], number: int, says: str
 ) -> None:
-    monkeypatch.setattr(link, "LOST_SECONDS", 5.0)
+    monkeypatch.setattr(helper, "LOST_SECONDS", 5.0)
     with (  # noqa: PT012
         pytest.raises(WorkerError, match=says),
         forked(_wait_for_the_other, ("is killed",), 2, preload=PRELOAD, on_hosts=2) as ask,

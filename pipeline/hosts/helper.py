@@ -28,7 +28,7 @@ from threading import Event, Thread
 from typing import Any
 
 from pipeline.errors import PipelineError, said
-from pipeline.hosts.link import Link, watch
+from pipeline.hosts.link import LOST_SECONDS, Link, watch
 from pipeline.processes import end_with_parent
 
 ANSWER_SECONDS = 180.0
@@ -81,20 +81,20 @@ class Host:
         return value
 
     def start(self, preload: Sequence[str], variables: Mapping[str, str], work: bytes) -> tuple[Rank, Connection]:
-        """Start a rank there; the counterpart of ``started``."""
+        """Start a rank there; the counterpart of ``started``. Raises PipelineError if the host is lost."""
         ours, theirs = multiprocessing.Pipe()
         rank = Rank(self, next(_numbers))
         self._ranks[rank.number] = rank, theirs
         self.say("start", rank.number, preload, variables, work)
         Thread(target=self._pass_on, args=(rank.number, theirs), daemon=True).start()
-        if self.why_lost:
-            self._end(rank.number, None)
+        if self.why_lost:  # perhaps too late for ``_listen`` to end this rank
+            raise PipelineError(f"host {self.name}: {self.why_lost}")
         return rank, ours
 
     def watch(self, connection: Connection) -> None:
         """Give up the host when it is silent. A helper that has connected ends by itself when the command ends."""
         atexit.unregister(self._kill)
-        watch(connection, self.lose)
+        watch(connection, self.lose, LOST_SECONDS)
 
     def lose(self, silent_seconds: float) -> str:
         return self._kill(f"it is silent for {silent_seconds:.0f} s: it hangs, or the network to it is broken")

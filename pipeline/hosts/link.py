@@ -88,16 +88,17 @@ def beat_to(here: tuple[str, int], key: bytes, name: str) -> None:
             "that can, or open the network between the hosts."
         ) from None
     connection.send_bytes(name.encode())
-    Thread(target=watch, args=(connection, lambda _: os._exit(1)), daemon=True).start()
+    # Later than the first host gives up this one, so that it is the first host which says what has happened.
+    Thread(target=watch, args=(connection, lambda _: os._exit(1), LOST_SECONDS + BEAT_SECONDS), daemon=True).start()
 
 
-def watch(connection: Connection, lose: Callable[[float], object]) -> None:
+def watch(connection: Connection, lose: Callable[[float], object], patience_seconds: float) -> None:
     """Exchange signs of life with the other end of a connection. If it is silent, call ``lose`` with the seconds."""
     with connection, suppress(OSError, EOFError):  # an end that closes it has ended, which the pipes report
         while True:
             connection.send_bytes(b"")
-            if not connection.poll(LOST_SECONDS):
-                lose(LOST_SECONDS)
+            if not connection.poll(patience_seconds):
+                lose(patience_seconds)
                 return
             connection.recv_bytes(0)
             time.sleep(BEAT_SECONDS)

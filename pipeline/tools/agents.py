@@ -95,10 +95,7 @@ def _place(address: str) -> tuple[str, int]:
 def _key() -> bytes:
     """Return the key. Raises PipelineError if there is none."""
     file = os.environ.get(KEY_FILE, "")
-    try:
-        key = Path(file).read_bytes()
-    except OSError as error:
-        raise PipelineError(f"{KEY_FILE}: expected a file with a key that all hosts share; found {error}.") from None
-    if len(key) < 16:
-        raise PipelineError(f"{KEY_FILE}: found a key of {len(key)} bytes in {file}; expected at least 16.")
-    return key
+    with suppress(OSError):
+        if len(key := Path(file).read_bytes()) >= 16:
+            return key
+    raise PipelineError(f"{KEY_FILE}: expected a file of at least 16 bytes, the same on all hosts; found {file!r}.")
