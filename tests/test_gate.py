@@ -19,7 +19,7 @@ import yaml
 from pipeline import environment, gate
 from pipeline.benchmark import rounds
 from pipeline.benchmark.rounds import Calibration, Rounds
-from pipeline.benchmark.server import ArmSpec, Server
+from pipeline.benchmark.server import ArmSpec, BenchError, Server
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import Difference
 from pipeline.environment import checked_out, hash_of, imports, stages
@@ -866,22 +866,26 @@ def test_sides_that_cannot_be_compared_are_refused(side: int, changed: dict[str,
         (
             (64, 64, False),
             (128, 64, False),
-            "^ddp: a step of the base has 64 samples, a step of the head 128 samples, .* give both the same batch",
+            "^ddp: a step of the base has 64 samples, and a step of the head has 128 samples, .* give both the same",
         ),
         ((64, 64, False), (128, 128, True), "both need script.batch_differs: true"),
         ((64, 64, True), (128, 64, False), "both need script.batch_differs: true"),
-        ((64, 64, False), (64, 32, False), "base has 64 samples, a step of the head 32 samples"),
+        ((64, 64, False), (64, 32, False), "base has 64 samples, and a step of the head has 32 samples"),
         (
             (None, None, False),
             (64, 64, False),
-            "unknown number of samples, .* 64 samples, so .*script.samples_per_step in a",
+            "unknown number of samples, .* 64 samples, so .*script.samples_per_step, for the gate in a",
         ),
         (
             (64, 64, False),
             (None, None, False),
-            "64 samples, .* an unknown number of samples, so .*script.samples_per_step in a",
+            "64 samples, .* an unknown number of samples, so .*script.samples_per_step, for the gate in a",
         ),
-        ((None, None, True), (None, None, True), "the samples of both must be seen; take it out in a commit"),
+        (
+            (None, None, True),
+            (None, None, True),
+            "the samples of both must be seen; take it out, for the gate in a commit",
+        ),
     ],
 )
 def test_a_speed_needs_equal_steps_on_both_sides(
@@ -901,7 +905,7 @@ def test_a_speed_needs_equal_steps_on_both_sides(
     if told is None:
         assert side_by_side.steps_of([control, *arms], 1.0) == (10, 10.0)
     else:
-        with pytest.raises(GateError, match=told):
+        with pytest.raises(BenchError, match=told):
             side_by_side.steps_of([control, *arms], 1.0)
 
 

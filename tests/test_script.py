@@ -24,13 +24,13 @@ from pipeline.benchmark.stage import begin_session
 from pipeline.cli import main
 from pipeline.errors import ConfigError
 from pipeline.params import Command, Config
-from pipeline.results import SameJob, Window
+from pipeline.results import Window
 from pipeline.results.figures import OUTSIDE
 from pipeline.script import command, hook, jobs
 from pipeline.script.arms import OpenArm, Scripts
 from pipeline.script.command import config_of
 from pipeline.script.jobs import Job, scratch_copy
-from pipeline.script.sameness import check_samples, same_jobs
+from pipeline.script.sameness import same_jobs
 from tests.commands import printed
 from tests.factories import make_arm, make_window
 from tests.hooked import Bed, hooked
@@ -496,29 +496,6 @@ def test_a_disturbed_window_is_rejected(facts: dict[str, Any], code: str) -> Non
     assert window.samples_per_second is None
 
 
-# The same job
-
-
-def same_job(samples: int | None) -> SameJob:
-    return SameJob(steps=4, equal_bits=True, difference=0.0, rounding=0.1, samples_per_step=samples)
-
-
-def test_an_arm_of_other_samples_is_refused_unless_meant() -> None:
-    script, meant = (made_of("a", [], [], batch_differs=differs).script for differs in (False, True))
-    assert script
-    assert meant
-    jobs = {"base": same_job(64), "half": same_job(32)}
-    with pytest.raises(ConfigError, match="half: found 32 samples a step, but base takes 64"):
-        check_samples(jobs, "base", script)
-    check_samples(jobs, "base", meant)
-    unknown = {"base": same_job(None), "half": same_job(None)}
-    check_samples(unknown, "base", script)
-    with pytest.raises(ConfigError, match=r"cannot be seen in base, half, .*: set script.samples_per_step, without"):
-        check_samples(unknown, "base", meant)
-    with pytest.raises(ConfigError, match=r"cannot be seen in base, .*: set script.samples_per_step"):
-        check_samples(unknown | {"half": same_job(32)}, "base", script)
-
-
 @pytest.mark.usefixtures("work")
 def test_too_large_a_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "LARGEST_COPY", 100)
@@ -583,8 +560,9 @@ class Played(Scripts):
         self.examined[name] = [
             {"started": "s", "ended": str(update), "trained": trained, "samples": [samples] * 3, "optimizers": 2}
         ]
-        unknown = {"ledgers": None, "flops": None}
-        return conditions.model_dump(mode="json") | unknown | {"window": window.model_dump(mode="json")}
+        about = {"ledgers": None, "flops": None, "samples_per_step": samples, "samples_seen": samples}
+        about["batch_differs"] = self._script.batch_differs
+        return conditions.model_dump(mode="json") | about | {"window": window.model_dump(mode="json")}
 
 
 @pytest.fixture
@@ -672,7 +650,7 @@ def test_other_batches_that_are_meant_compare_by_samples(
 ) -> None:
     half = ["--arm", "half=--batch 32"]
     assert play(*half) == 2
-    assert "half: found 32 samples a step, but base takes 64" in capsys.readouterr().err
+    assert "half: a step of the baseline has 64 samples, and a step of this variant has 32" in capsys.readouterr().err
     assert not Path("script-report").exists()
     assert play(*half, "--batch-differs") == 0
     half_batch = compared_now()["variants"][3]

@@ -367,6 +367,37 @@ def steps_of(
     return CALIBRATION_STEPS, sample
 
 
+def check_samples(what: str, answers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise BenchError unless both sides credit a step of ``what`` with equally many samples, or with an unknown
+    number, and saw no other numbers. If both say that batches differ on purpose, both numbers must be known instead.
+
+    ``answers``: of ``Server.close``, by side. An arm whose batch is a setting of ``train`` reports no such number: the
+    comparison of the settings names its change.
+    """
+    base, other = answers.values()
+    if "samples_per_step" not in base.keys() | other.keys():
+        return
+    credited, seen = ((base[key], other[key]) for key in ("samples_per_step", "samples_seen"))
+    differ = base["batch_differs"] and other["batch_differs"]
+    equal = credited[0] == credited[1]
+    if None not in credited if differ else equal and (None in seen or seen[0] == seen[1]):
+        return
+    counts = seen if equal and not differ else credited
+    of_base, of_other = (
+        f"a step of {side} has {'an unknown number of' if known is None else f'{known:,}'} samples"
+        for side, known in zip(answers, counts, strict=True)
+    )
+    remedy = "set script.samples_per_step"
+    if None not in counts:
+        remedy = "give both the same batch. If they differ on purpose, both need script.batch_differs: true"
+    elif differ:
+        remedy = "with script.batch_differs: true, the samples of both must be seen; take it out"
+    raise BenchError(
+        f"{what}: {of_base}, and {of_other}, so their speeds cannot be compared: {remedy}, for the gate in a commit of "
+        "its own, with which you compare."
+    )
+
+
 def window_steps(seconds: float, step_seconds: float, openings: Sequence[float]) -> int:
     """Return the steps of a window by the rule of ``steps_of``, if a step of the baseline takes ``step_seconds`` and
     the arms' starts take ``openings``, in seconds."""

@@ -21,6 +21,7 @@ from pipeline import environment, files, hosts, processes
 from pipeline.benchmark.rounds import (
     Rounds,
     calibrate,
+    check_samples,
     expected,
     fewest_rounds,
     measure,
@@ -280,6 +281,8 @@ def calibrated(
     others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
     # The baseline is measured again, because its first sample may include the start of the fork server.
     steps, samples[baseline] = steps_of(arms[-1], settings.window_seconds, others)
+    for name, sample in samples.items():
+        check_samples(name, {"the baseline": samples[baseline].answer, "this variant": sample.answer})
     return steps, sum(samples[arm.variant].seconds(steps) for arm in arms), by_variant, counted
 
 

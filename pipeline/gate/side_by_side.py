@@ -215,48 +215,14 @@ def arms_of(names: Sequence[str], sides: Mapping[str, tuple[Server, Mapping[str,
 def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float]:
     """Return the number of steps that fill a window of the first arm, and the approximate seconds of a round.
 
-    Every arm is measured once; this also loads its files into the page cache. Raises GateError if a variant's samples
-    a step do not allow a comparison (``check_samples``).
+    Every arm is measured once; this also loads its files into the page cache. Raises BenchError if a variant's samples
+    a step do not allow a comparison (``rounds.check_samples``).
     """
     calibrated = [rounds.calibrate(arm) for arm in arms[1:]]
     for arm, base, head in zip(arms[1::2], calibrated[::2], calibrated[1::2], strict=True):
-        check_samples(arm.variant, base.answer, head.answer)
+        rounds.check_samples(arm.variant, {"the base": base.answer, "the head": head.answer})
     steps, first = rounds.steps_of(arms[0], window_seconds, calibrated)
     return steps, sum(window.seconds(steps) for window in (first, *calibrated))
-
-
-def check_samples(variant: str, base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
-    """Raise GateError unless both sides credit a step of ``variant`` with equally many samples, or with an unknown
-    number, and saw no other numbers. If both say that batches differ on purpose, both numbers must be known instead.
-
-    ``base``, ``head``: answers of ``Server.close``. An arm whose batch is a setting of ``train`` reports no such
-    number: a line of ``differing`` names its change.
-    """
-    if "samples_per_step" not in base.keys() | head.keys():
-        return
-    credited, seen = ((base[key], head[key]) for key in ("samples_per_step", "samples_seen"))
-    differ = base["batch_differs"] and head["batch_differs"]
-    equal = credited[0] == credited[1]
-    if None not in credited if differ else equal and (None in seen or seen[0] == seen[1]):
-        return
-    counts = seen if equal and not differ else credited
-    of_base, of_head = ("an unknown number of" if known is None else f"{known:,}" for known in counts)
-    if None not in counts:
-        remedy = (
-            "give both the same batch. If the batches differ on purpose, both need script.batch_differs: true; set it "
-            "in a commit of its own, and compare with that commit"
-        )
-    elif differ:
-        remedy = (
-            "with script.batch_differs: true, the samples of both must be seen; take it out in a commit of its own, "
-            "and compare with that commit"
-        )
-    else:
-        remedy = "set script.samples_per_step in a commit of its own, and compare with that commit"
-    raise GateError(
-        f"{variant}: a step of the base has {of_base} samples, a step of the head {of_head} samples, so their speeds "
-        f"cannot be compared: {remedy}."
-    )
 
 
 def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mapping[str, Difference]) -> Rounds:

@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.errors import ConfigError
 from pipeline.measurement.updates import relative_differences, rounding_errors
-from pipeline.params import Script
 from pipeline.results import SameJob
 from pipeline.script.jobs import Answers
 
@@ -70,25 +68,6 @@ def same_jobs(examined: Mapping[str, Answers], base: str, control: str) -> dict[
             samples_per_step=samples_of(examined[name]),
         )
     return jobs
-
-
-def check_samples(jobs: Mapping[str, SameJob], base: str, script: Script) -> None:
-    """Raise ConfigError if an arm takes another number of samples a step than the base, unless that is meant, or if a
-    number that is needed is unknown."""
-    taken = {name: job.samples_per_step for name, job in jobs.items()}
-    unknown = [name for name, samples in taken.items() if samples is None]
-    if unknown and script.samples_per_step is None and (script.batch_differs or len(unknown) < len(taken)):
-        raise ConfigError(
-            f"the samples of a step cannot be seen in {', '.join(unknown)}, because no module gets a tensor as a "
-            "positional argument: set script.samples_per_step, without script.batch_differs (--batch-differs)."
-        )
-    for name, samples in taken.items():
-        if samples != taken[base] and not script.batch_differs and None not in (samples, taken[base]):
-            raise ConfigError(
-                f"{name}: found {samples} samples a step, but {base} takes {taken[base]}, so their steps are not the "
-                "same work; give both the same batch. If the batches differ on purpose, add --batch-differs "
-                "(script.batch_differs: true): then samples a second are compared."
-            )
 
 
 def lines(jobs: Mapping[str, SameJob], examined: Mapping[str, Answers], base: str) -> Iterator[str]:
