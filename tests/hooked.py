@@ -42,7 +42,7 @@ class Bed:
             stream = self.open = connection.makefile("rwb", buffering=0)
             connection.close()
             self.answers.append(json.loads(stream.readline()))
-            plain = {"malloc": "keep_freed_memory", "examine": False}
+            plain = {"keep": True, "examine": False}
             for number, own in zip(steps, [first, *[{}] * len(steps)], strict=False):
                 request = {**plain, "steps": number, "anew": True, **options, **own}
                 stream.write(json.dumps(request).encode() + b"\n")

@@ -1,7 +1,6 @@
 """The server of a script's arms. An arm is the script's command in fresh processes, which take steps on request.
 
-The server answers the requests of ``benchmark.rounds``: open, turn and close. ``serve`` answers them, and the further
-ones of ``benchmark.server``, for a project.
+``Scripts`` answers the requests of ``benchmark.server``: in the same process or, by ``serve``, in one of its own.
 """
 
 from __future__ import annotations

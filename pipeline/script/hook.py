@@ -151,7 +151,7 @@ class Rank:
         if not line:
             self.leave("the bench has ended", 0)
         self.requested = json.loads(line)
-        self.malloc[self.requested["malloc"]]()
+        self.malloc["keep_freed_memory" if self.requested["keep"] else "return_freed_memory"]()
         if self.requested["anew"]:
             # In a training to its end, there would be too many events of a GPU.
             self.clock = self.windows["Clock"](self.device if self.requested["steps"] else self.torch.device("cpu"))

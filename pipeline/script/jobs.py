@@ -75,10 +75,11 @@ class Job(AbstractContextManager["Job"]):
         (self.folder / "sitecustomize.py").symlink_to(hook.__file__)
         if watched:
             (self.folder / hook.OPENED).touch()
-        (self.folder / "output").touch()
-        self._output = self._exits.enter_context((self.folder / "output").open("rb"))
+        written, self._output = (
+            self._exits.enter_context((self.folder / "output").open(mode)) for mode in ("ab", "rb")
+        )
         variables = {**os.environ, **command.variables}
-        paths = [str(self.folder), *filter(None, [variables.get("PYTHONPATH")])]
+        paths = filter(None, [str(self.folder), variables.get("PYTHONPATH")])
         self.work = self.folder / "work" if source else Path.cwd()
         ours = {"PYTHONPATH": os.pathsep.join(paths), "PWD": str(self.work), hook.FOLDER: str(self.folder)}
         ours |= {hook.PYTHON: sys.prefix, hook.OPTIMIZER: str(script.optimizer)}
@@ -88,11 +89,10 @@ class Job(AbstractContextManager["Job"]):
                 shutil.copytree(source, self.work, symlinks=True)
             if watched and (there := self._outputs()):
                 raise OSError(f"script.outputs: {there[0]} is there, from which it could resume: move it away")
-            with (self.folder / "output").open("ab") as output:
-                self.process = subprocess.Popen(
-                    command.words, cwd=self.work, env=variables | ours, stdin=subprocess.DEVNULL, stdout=output,
-                    stderr=output, start_new_session=True, preexec_fn=terminate_with_parent,
-                )  # fmt: skip
+            self.process = subprocess.Popen(
+                command.words, cwd=self.work, env=variables | ours, stdin=subprocess.DEVNULL, stdout=written,
+                stderr=written, start_new_session=True, preexec_fn=terminate_with_parent,
+            )  # fmt: skip
         except OSError as error:
             self._exits.close()
             raise BenchError(f"{name}: {' '.join(command.words)!r} cannot be started: {error}") from None
@@ -114,8 +114,7 @@ class Job(AbstractContextManager["Job"]):
     def take(self, steps: int | None, *, keep: bool = True, anew: bool = True, examine: bool = False) -> Answers:
         """Let each rank take ``steps`` steps, and return the ranks' answers. ``keep``: with ``keep_freed_memory``.
         Without ``anew``, the answers also count the steps of the last request."""
-        malloc = "keep_freed_memory" if keep else "return_freed_memory"
-        request = json.dumps({"steps": steps, "malloc": malloc, "anew": anew, "examine": examine})
+        request = json.dumps({"steps": steps, "keep": keep, "anew": anew, "examine": examine})
         for stream in self._streams:
             with suppress(OSError):  # reading reports a rank that has ended
                 stream.write(request.encode() + b"\n")
