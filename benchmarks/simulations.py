@@ -24,8 +24,8 @@ from benchmarks.machines import FIGURES
 from benchmarks.races import chosen, raced, wrongly_dropped
 from pipeline import files
 from pipeline.comparison.champion import choices, no_narrower
+from pipeline.comparison.looks import FEWEST_LOOKED_AT
 from pipeline.comparison.planning import pairs_needed
-from pipeline.comparison.sessions import FEWEST_LOOKED_AT
 from pipeline.comparison.stats import (
     FEWEST_SEEDS,
     Difference,

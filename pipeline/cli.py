@@ -423,11 +423,11 @@ def _try(parsed: argparse.Namespace) -> Callable[[], object]:
 
 
 def _by_verdicts(rule: str, arms: Sequence[Arm], settings: Compare) -> Any:
-    """Return what a function of ``sessions`` decides between rounds. This is not in ``_bench``, because a change of the
+    """Return what a function of ``looks`` decides between rounds. This is not in ``_bench``, because a change of the
     statistics must not make DVC repeat the bench."""
-    from pipeline.comparison import sessions
+    from pipeline.comparison import looks
 
-    return getattr(sessions, rule)(arms, settings)
+    return getattr(looks, rule)(arms, settings)
 
 
 def _arms(_: argparse.Namespace) -> Callable[[], object]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.comparison import sessions, verdicts
+from pipeline.comparison import looks, verdicts
 from pipeline.comparison.advice import accuracy_reasons, ratio_reasons
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import ANY, Decision, Difference, Outcomes
@@ -299,7 +299,7 @@ def windows(speed: float, mib: float = 200.0, **changes: Any) -> Arm:
 def settled(*arms: Arm, control: float = 1001.0, max_spread: float = 0.15, **changes: Any) -> set[str]:
     machine = windows(1000.0, variant="base"), windows(control, variant="base", role="aa_control", **changes)
     settings = Compare(baseline="base", max_spread=max_spread, margins=Margins(memory=0.05))
-    return sessions.settled([*machine, *arms], settings)
+    return looks.settled([*machine, *arms], settings)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_unknown_memory_keeps_no_variant_open() -> None:
             windows(1500, variant="v"),
         )
     ]
-    assert sessions.settled(unknown, Compare(baseline="b")) == {"v"}
+    assert looks.settled(unknown, Compare(baseline="b")) == {"v"}
 
 
 def test_rounds_without_a_measurement_of_memory_reject_nothing() -> None:
@@ -355,8 +355,8 @@ def test_rounds_without_a_measurement_of_memory_reject_nothing() -> None:
     variant, settings = windows(1500.0, 100.0, variant="v"), Compare(baseline="b")
     for peaks, is_known in ((2, False), (3, True), (10, True)):
         arms = [first(arm, peaks) for arm in (*machine, variant)]
-        assert sessions.memory_known(arms, settings) is is_known
-        assert sessions.settled(arms, settings) == ({"v"} if is_known else set())
+        assert looks.memory_known(arms, settings) is is_known
+        assert looks.settled(arms, settings) == ({"v"} if is_known else set())
         noise = verdicts.noise_between(arms[0], arms[1], MEMORY, 0.15, RoundCost("bench.max_minutes", 10, 1.0))
         ratio = verdicts.ratio(arms[2], arms[:2], MEMORY, 0.03, noise)
         assert (ratio.pairs, ratio.rejected, ratio.low is not None) == (peaks, 0, is_known)
@@ -366,7 +366,7 @@ def test_rounds_without_a_measurement_of_memory_reject_nothing() -> None:
         for number, sample in enumerate(small.samples)
     ]
     arms = [*machine, small.model_copy(update={"samples": tuple(scattered)})]
-    assert not sessions.memory_known(arms, settings)
+    assert not looks.memory_known(arms, settings)
 
 
 @pytest.mark.parametrize(("without", "is_settled"), [(1200.0, True), (1460.0, False)])

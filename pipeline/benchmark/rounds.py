@@ -5,8 +5,8 @@ checkout (``server.Server``, which runs ``arm.serve``) answers them. It lets a f
 (``distributed.launching.forked``) fork the ranks of each arm. The ranks (``arm._rank_of_arm``) train and measure.
 
 Before the rounds, short samples show how many steps fill a window, and how long a round takes (``steps_of``). Later
-rounds leave out settled variants, so the others get more rounds (``comparison.sessions.settled``). On a CPU, they also
-leave out the steps that measure memory, once memory is known (``comparison.sessions.memory_known``).
+rounds leave out settled variants, so the others get more rounds (``comparison.looks.settled``). On a CPU, they also
+leave out the steps that measure memory, once memory is known (``comparison.looks.memory_known``).
 """
 
 from __future__ import annotations

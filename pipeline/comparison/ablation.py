@@ -8,14 +8,14 @@ from typing import Any
 
 from pipeline.comparison import verdicts
 from pipeline.comparison.comparison_file import Share, fields_of
-from pipeline.comparison.sessions import Column, Sitting, Table, column
+from pipeline.comparison.sessions import Column, SampleTable, Sitting, column
 from pipeline.comparison.stats import Difference
 from pipeline.params import Margins
 from pipeline.results import Arm
 from pipeline.results.figures import ALWAYS_MEASURED, Figure
 
 
-def shares(table: Table, accuracies: Mapping[str, Difference], margins: Margins) -> tuple[Share, ...]:
+def shares(table: SampleTable, accuracies: Mapping[str, Difference], margins: Margins) -> tuple[Share, ...]:
     """Return the effect of each technique of each ablated variant: the measured ones in the order of the bench's arms,
     then the others.
 

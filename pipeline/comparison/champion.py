@@ -13,13 +13,13 @@ import numpy as np
 
 from pipeline.comparison import stats, verdicts
 from pipeline.comparison.comparison_file import Champion
-from pipeline.comparison.sessions import Rounds, Table, column, combined
+from pipeline.comparison.sessions import SampleTable, SharedRounds, column, combined
 from pipeline.comparison.stats import Difference
 from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.results.figures import QUANTITIES, Figure
 
 
-def champion_of(paying: Mapping[str, Mapping[Figure, Difference]], table: Table) -> Champion | None:
+def champion_of(paying: Mapping[str, Mapping[Figure, Difference]], table: SampleTable) -> Champion | None:
     """Return the champion: among the variants that pay, the variant with the largest gain in speed.
 
     If no variant gains speed, memory decides, then energy. If all variants pay by accuracy alone, return the first.
@@ -79,7 +79,7 @@ def no_narrower(gain: Difference, own: Difference) -> Difference:
     )
 
 
-def _gain(first: str, ratios: Mapping[str, Difference], table: Table, quantity: Figure) -> Difference | None:
+def _gain(first: str, ratios: Mapping[str, Difference], table: SampleTable, quantity: Figure) -> Difference | None:
     """Return the gain of choosing the best variant, from the sessions that have all variants in ``ratios``.
 
     With a single such session, the gain comes from its rounds. Return None if there is no such session, or if too few
@@ -112,7 +112,7 @@ def _gain(first: str, ratios: Mapping[str, Difference], table: Table, quantity: 
 
 
 def _head_to_head(
-    first: str, second: str, ratios: Mapping[str, Difference], table: Table, quantity: Figure
+    first: str, second: str, ratios: Mapping[str, Difference], table: SampleTable, quantity: Figure
 ) -> Difference | None:
     """Return the ratio of ``first`` to ``second``, from the rounds that have both; None if no session counts for
     both."""
@@ -128,7 +128,7 @@ def _shared(ratios: Mapping[str, Difference]) -> list[str]:
     return sorted(set.intersection(*counting))
 
 
-def _figures(rounds: Rounds, names: Sequence[str], quantity: Figure) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _figures(rounds: SharedRounds, names: Sequence[str], quantity: Figure) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the figures of the baseline and ``names``, [1 + names, rounds], from the rounds that have all of them. The
     baseline's are the geometric means of its own and its control's."""
     arms = [rounds.arms[name] for name in (*rounds.equal_to(column(rounds.baseline)), *map(column, names))]

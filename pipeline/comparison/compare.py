@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pipeline.comparison import ablation, advice, consistency, summaries, verdicts
 from pipeline.comparison.champion import champion_of, on_front
 from pipeline.comparison.comparison_file import Compared, Comparison, fields_of
-from pipeline.comparison.sessions import Table, column, table_of
+from pipeline.comparison.sessions import SampleTable, column, table_of
 from pipeline.comparison.stats import Difference, Verdict
 from pipeline.comparison.trends import trends
 from pipeline.environment import without_stages
@@ -35,7 +35,7 @@ class Judgement(NamedTuple):
 def judge(
     result: Result,
     baseline: Result,
-    table: Table,
+    table: SampleTable,
     noises: Mapping[Figure, Difference],
     ratios: Mapping[Figure, Difference],
     accuracy: Difference | None,

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.comparison import stats
 from pipeline.comparison.comparison_file import Change, Past, Trend
-from pipeline.comparison.sessions import Table, distinct, table_of
+from pipeline.comparison.sessions import SampleTable, distinct, table_of
 from pipeline.comparison.stats import Difference
 from pipeline.params import Compare
 from pipeline.results import Bench, sessions_of
@@ -23,7 +23,7 @@ LEAST_ERROR = 1e-6
 """Standard error that is assumed where all sessions agree exactly."""
 
 
-def trends(table: Table, benches: Sequence[Bench], settings: Compare) -> tuple[Trend, ...]:
+def trends(table: SampleTable, benches: Sequence[Bench], settings: Compare) -> tuple[Trend, ...]:
     """Return the trends of the variants of ``table``, over all ``benches`` of its job, data and device.
 
     The code may differ between sessions; the settings of a variant and of the baseline may not. Trends of fewer than
@@ -51,7 +51,7 @@ def trends(table: Table, benches: Sequence[Bench], settings: Compare) -> tuple[T
     return tuple(drawn)
 
 
-def _past(table: Table, variant: str, baseline: str, figure: Figure, margin: float) -> list[Past]:
+def _past(table: SampleTable, variant: str, baseline: str, figure: Figure, margin: float) -> list[Past]:
     commits = {session.start_utc: session.benches[-1].commit for session in table.sessions}
     ratios = table.ratios(variant, baseline, figure, margin)
     return [

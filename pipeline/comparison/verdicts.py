@@ -28,7 +28,7 @@ half-width of such a difference (docs/measuring.md)."""
 
 SURE = 0.999
 """Confidence of the interval from which a side is told although its size is uncertain (``side_of``), and of a look that
-nothing follows (``sessions.looked_at``)."""
+nothing follows (``looks.looked_at``)."""
 MOST_OUTSIDE = 0.1
 """Up to this share of the baseline's whole time, an arm may take more time outside of steps than the baseline. Beyond
 it, the speed of its steps says nothing about whole time."""

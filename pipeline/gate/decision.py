@@ -14,7 +14,7 @@ from pipeline import environment, files
 from pipeline.comparison import stats, verdicts
 from pipeline.comparison.comparison_file import ByFigure, fields_of
 from pipeline.comparison.planning import RoundCost
-from pipeline.comparison.sessions import Column, Rounds, column
+from pipeline.comparison.sessions import Column, SharedRounds, column
 from pipeline.comparison.stats import Decision, Difference
 from pipeline.errors import PipelineError
 from pipeline.params import Compare, Margins
@@ -125,7 +125,7 @@ TOGETHER = "all together"
 """The name of the row that has the means over all variants."""
 
 
-def rounds_of_sides(base: Sequence[Arm], head: Sequence[Arm], compare: Compare, cost: RoundCost) -> Rounds:
+def rounds_of_sides(base: Sequence[Arm], head: Sequence[Arm], compare: Compare, cost: RoundCost) -> SharedRounds:
     """Return the rounds of both sides: the base's arms, its control included, and the head's.
 
     Raises ValueError if the two sides have different variants.
@@ -134,11 +134,11 @@ def rounds_of_sides(base: Sequence[Arm], head: Sequence[Arm], compare: Compare, 
         raise ValueError("base and head have different variants")
     arms: dict[Column, Arm] = {arm.column: arm for arm in base}
     arms |= {(HEAD, arm.variant, None): arm for arm in head}
-    return Rounds(arms, compare.baseline, cost, compare.max_spread)
+    return SharedRounds(arms, compare.baseline, cost, compare.max_spread)
 
 
 def judge(
-    rounds: Rounds, compared: Mapping[str, Difference], compare: Compare, must_see: float, *, look: bool = False
+    rounds: SharedRounds, compared: Mapping[str, Difference], compare: Compare, must_see: float, *, look: bool = False
 ) -> Judged:
     """Decide on all variants: the comparison with the pairs of head and base in place of variant and baseline.
 

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from pipeline import environment, files, report
 from pipeline.benchmark.stage import begin_session, file_name, measured, served
-from pipeline.comparison import sessions
+from pipeline.comparison import looks
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.environment import stages
@@ -76,7 +76,7 @@ def run(output: Path, **asked: Any) -> None:
         files.write_text(output / "sessions" / file_name(bench), bench.to_json())
         tqdm.write(row_of(compared_in([bench], config.compare, content)))
 
-    rules = {"settled": lambda rounds: sessions.settled(rounds.arms, config.compare)}
+    rules = {"settled": lambda rounds: looks.settled(rounds.arms, config.compare)}
     with served(config, machine, Scripts(config, content), content) as job:
         bench = measured(config, job, session, keep, again=True, **rules)
     files.write_text(output / "sessions" / file_name(bench), bench.to_json())

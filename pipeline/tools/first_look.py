@@ -19,7 +19,7 @@ from pipeline import files
 from pipeline.benchmark.rounds import FEWEST_STEPS, Calibration, calibrate, window_steps
 from pipeline.benchmark.server import ArmSpec, BenchError, OutOfTime, Server
 from pipeline.benchmark.stage import Job, begin_session, file_name, served, side_by_side, unfinished
-from pipeline.comparison import planning, sessions
+from pipeline.comparison import looks, planning
 from pipeline.comparison.planning import LONGEST_MINUTES, RoundCost
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.verdicts import SURE
@@ -195,8 +195,8 @@ class Look:
                 session=session,
                 keep=self._keep,
                 earlier=self.earlier,
-                settled=lambda so_far: sessions.settled(so_far.arms, compare),
-                memory_known=lambda so_far: sessions.memory_known(so_far.arms, compare),
+                settled=lambda so_far: looks.settled(so_far.arms, compare),
+                memory_known=lambda so_far: looks.memory_known(so_far.arms, compare),
                 **job.facts | {"keys": keys},
             )
         except _TooLong:
@@ -285,12 +285,12 @@ class Look:
             return {}, {}
         values = advised(rejection for sample in samples for rejection in sample.rejections)
         arms = [arm.advising(values) for arm in self.arms]
-        ratios, noises = sessions.looked_at(arms, compare, cost)
+        ratios, noises = looks.looked_at(arms, compare, cost)
         mostly = 2 * sum(map(bool, (sample.disturbed_samples_per_second for sample in samples))) > len(samples)
         why = noises.get(THROUGHPUT, Difference()).why_untrusted
         self.disturbed = bool(mostly and why)
         if mostly and why:  # these rounds' speeds show sides beside the load that lie beyond the noise, but no sizes
-            of_disturbed, noise = sessions.looked_at([arm.undisturbed() for arm in arms], compare, cost, why)
+            of_disturbed, noise = looks.looked_at([arm.undisturbed() for arm in arms], compare, cost, why)
             for name, ratio in of_disturbed.items():
                 ratios[name][THROUGHPUT] = ratio[THROUGHPUT]
             noises[THROUGHPUT] = noise[THROUGHPUT]
