@@ -19,7 +19,7 @@ from pipeline import files
 from pipeline.benchmark.rounds import Rounds, calibrate, window_steps
 from pipeline.benchmark.server import ArmSpec, BenchError, Server, ServerLost
 from pipeline.benchmark.stage import Job, Settled, begin_session, served, side_by_side
-from pipeline.comparison import sessions
+from pipeline.comparison import looks
 from pipeline.comparison.racing import FEWEST_ROUNDS, RACED, Race, Ratios, finalists, gaining
 from pipeline.errors import PipelineError, say
 from pipeline.files import PREPARED
@@ -154,7 +154,7 @@ class Adviser:
             self.update(finalists=tuple(names))
         if (best := self.advice.finalists) and (not self.advice.final or self.advice.final.interrupted):
             seconds = max(self.table.left(), (FINAL_ROUNDS + 1) * self._round_seconds(best))
-            self.rounds(best, seconds, FINAL_ROUNDS, lambda so_far: sessions.settled(so_far.arms, self.config.compare))
+            self.rounds(best, seconds, FINAL_ROUNDS, lambda so_far: looks.settled(so_far.arms, self.config.compare))
         if self.advice.memory:
             self.update(batches=self._batches(parse_bytes(self.advice.memory)))
         self.update(finished=True)

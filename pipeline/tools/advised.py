@@ -83,7 +83,7 @@ class Advice(Document):
             for name in race.names[1:]
         }
 
-    def table(self) -> sessions.Table | None:
+    def table(self) -> sessions.SampleTable | None:
         """Return the table of the finalists' rounds."""
         return sessions.table_of([self.final], self.compare.max_spread, {}) if self.final else None
 
