@@ -247,21 +247,26 @@ def drifting(
 
     ``correlation``: that of an arm's round with its next one (AR(1)). ``walk``: an arm also walks at random; the
     standard deviation of its step, over that of a round. Returns how many ratios are ``refused``, because the control
-    or the drift shows that the machine is not to be trusted, and how many are refused or contain the truth (``held``);
-    ``before``: the same without the rule on drift.
+    or the drift shows that the machine is not to be trusted, and how many are refused or contain the ratio before the
+    first step (``held``) or the mean ratio of the walks in this session (``held_mean``); ``before``: like ``held``,
+    without the rule on drift.
     """
     random, deviation = np.random.default_rng(0), within / math.sqrt(2)
-    refused = held = before = 0
+    refused = held = held_mean = before = 0
     for _ in range(trials):
         steps = random.normal(0, walk * deviation, (3, rounds))
-        base, control, variant = np.cumsum(steps, axis=1) + rounds_of(random, deviation, correlation, 3, rounds)
+        walks = np.cumsum(steps, axis=1)
+        base, control, variant = walks + rounds_of(random, deviation, correlation, 3, rounds)
+        mean = math.exp(float(np.mean(walks[2] - (walks[0] + walks[1]) / 2)))
         noise, quiet = machine_of(base, control)
         seen = measured(base, control, variant, machine=(noise, quiet))
         alone = of_rounds(pairs_of(variant, (base + control) / 2), noise.model_copy(update={"drift": -math.inf}))
         refused += not seen.trusted
         held += covers(seen.widened, 1) or not seen.trusted
+        held_mean += covers(seen.widened, mean) or not seen.trusted
         before += covers(alone, 1) or not quiet
-    return {"refused": refused / trials, "held": held / trials, "before": before / trials}
+    counts = {"refused": refused, "held": held, "held_mean": held_mean, "before": before}
+    return {name: count / trials for name, count in counts.items()}
 
 
 def many(

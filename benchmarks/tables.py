@@ -121,7 +121,7 @@ def drifting() -> str:
     cases: dict[str, list[str]] = {}
     for key, case in shares.items():
         arms, _, _ = key.rpartition(", ")
-        cases.setdefault(arms, []).append(f"{case['held']:.0%} ({case['refused']:.0%})")
+        cases.setdefault(arms, []).append(f"{case['held']:.0%}, {case['held_mean']:.0%} ({case['refused']:.0%})")
     numbers = dict.fromkeys(key.rpartition(", ")[2] for key in shares)
     return markdown(["correlation", "walk", *numbers], ([*settings(arms), *cells] for arms, cells in cases.items()))
 
