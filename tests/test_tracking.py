@@ -309,7 +309,7 @@ def test_scaling_curves_stand_beside_the_report(root: Path) -> None:
 def test_advice_of_the_job_stands_beside_the_report(root: Path) -> None:
     config, bench = config_of(), make_bench()
     advice = Advice(
-        baseline="baseline", compare=config.compare, candidates={}, untried=(),
+        baseline="baseline", compare=config.compare, candidates={},
         benches=(bench.model_copy(update={"config": bench.config | {"train": config.job}}),),
         ratios={"bf16 + compile": {"samples_per_second": make_ratio(1.2, 1.1, 1.3)}},
     )  # fmt: skip

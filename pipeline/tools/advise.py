@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 from pipeline import files
 from pipeline.benchmark.rounds import Rounds, calibrate, window_steps
@@ -28,7 +28,7 @@ from pipeline.report import facts
 from pipeline.results import Bench, ResultError, Session, Window, profile_directory, read_document
 from pipeline.results.bench_file import ONE_SESSION
 from pipeline.tools import candidates, choices
-from pipeline.tools.advised import FILE, Advice, LeftOut, in_words, write
+from pipeline.tools.advised import FILE, Advice, Kind, LeftOut, in_words, write
 from pipeline.tools.beforehand import parse_bytes
 from pipeline.tools.candidates import Candidate
 from pipeline.tools.live_table import LiveTable, dearest
@@ -67,19 +67,17 @@ def run(
     techniques. ``age_seconds``: how long ago the process started. Raises ConfigError for a wrong argument, BenchError
     if the baseline cannot be measured, and KeyboardInterrupt after an interrupt, when all is written.
     """
-    interrupted = False
     with begun(config, machine, LiveTable("advise", minutes, age_seconds), only, memory) as adviser:
         adviser.advice = _continued(adviser.advice)
         try:
             adviser.measure()
         except KeyboardInterrupt:
-            interrupted = True
-    advice, judged = adviser.advice, adviser.advice.judged()
-    write(advice)
-    if interrupted:
-        raise KeyboardInterrupt(f"{FILE} keeps what is known; the same command within an hour goes on from it")
+            write(adviser.advice)
+            again = "the same command within an hour goes on from it"
+            raise KeyboardInterrupt(f"{FILE} keeps what is known; {again}") from None
+    write(advice := adviser.advice)
     if add:
-        day = advice.final.session.start_utc[:10] if advice.final else ""
+        day, judged = advice.final.session.start_utc[:10] if advice.final else "", advice.judged()
         settings = {name: candidates.settings_of(config, advice.candidates[name].added) for name in advice.best()}
         added = choices.add_to(
             config, settings, {name: f"advise, {day}: {in_words(judged[name])}" for name in settings}
@@ -95,11 +93,10 @@ def begun(
     baseline, session = config.compare.baseline, begin_session()
     of_baseline = config.model_copy(update={"variants": {baseline: config.variants[baseline]}})
     with served(of_baseline, machine, Server()) as job:
-        tried, untried = candidates.alone(config, machine, job.plans[baseline], only, PREPARED, memory)
-        empty = Advice(
-            baseline=baseline, compare=config.compare, candidates={candidate.name: candidate for candidate in tried},
-            untried=tuple(untried), memory=memory,
-        ).model_copy(update=_bound(config))  # fmt: skip
+        known, untried = candidates.alone(config, machine, job.plans[baseline], only, PREPARED, memory)
+        out = {name: LeftOut(kind="untried", why=why) for name, why in untried.items()}
+        empty = Advice(baseline=baseline, compare=config.compare, candidates=known, out=out, memory=memory)
+        empty = empty.model_copy(update=_bound(config))
         about = [session().boot_id, job.facts["keys"], str(job.facts["dataset"]), empty.to_json()]
         empty = empty.model_copy(update={"key": files.json_sha256(about)})
         yield Adviser(config, machine, job, session, table, empty)
@@ -145,8 +142,8 @@ class Adviser:
             if not self.advice.benches or self.advice.unfinished():
                 first = self.advice.relieving()
                 self._race(sorted(self.advice.candidates, key=lambda name: name not in first), RACED_UNTIL)
-            while self.table.left(COMBINED_UNTIL) > 0 and (pairs := self._combinations()):
-                self._race(pairs, COMBINED_UNTIL, self._leaders())
+            while self.table.left(COMBINED_UNTIL) > 0 and (names := self._combinations()):
+                self._race(names, COMBINED_UNTIL)
             self._race_late()
             names = self._front()
             while len(names) > 1 and FINAL_ROUNDS * self._round_seconds(names) > self.table.left():
@@ -159,21 +156,22 @@ class Adviser:
             self.update(batches=self._batches(parse_bytes(self.advice.memory)))
         self.update(finished=True)
 
-    def _race(self, names: Sequence[str], until: float, beside: Sequence[str] = (), fewest: int = RACE_ROUNDS) -> None:
-        """Take first samples, and measure rounds in which beaten candidates drop out, or go on with such rounds. The
-        dearest take no part, so that so many rounds fit. ``beside``: these race again."""
+    def _race(self, names: Sequence[str], until: float, fewest: int = RACE_ROUNDS) -> None:
+        """Take first samples, and measure rounds in which beaten candidates drop out, or go on with such rounds. Of
+        those that have not raced before, the dearest take no part, so that ``fewest`` rounds fit."""
         if earlier := self.advice.unfinished():
             running = [arm.variant for arm in earlier.arms if arm.variant != self.advice.baseline]
         else:
+            raced = self.advice.standing()
             self.sample(names, SAMPLING * self.table.left(until))
-            for name in self._too_dear(self.running(names), self.table.left(until) / fewest, beside):
-                seconds = f"{self._seconds(name):.1f} s a round"
-                self._leave_out(
-                    name, "time", f"with its {seconds}, the race would have too few rounds (--minutes, --only)"
-                )
+            costs = {name: self._seconds(name) for name in self.running(names) if name not in raced}
+            others = self._round_seconds([name for name in names if name in raced])
+            for name in dearest(costs, self.table.left(until) / fewest - others, len(costs) - 1):
+                why = f"with its {costs[name]:.1f} s a round, the race would have too few rounds (--minutes, --only)"
+                self._leave_out(name, "time", why)
             running = self.running(names)
         if running:
-            self.rounds([*beside, *running], self.table.left(until), FEWEST_ROUNDS, self._beaten, turns=1)
+            self.rounds(running, self.table.left(until), FEWEST_ROUNDS, self._beaten, turns=1)
 
     def _race_late(self) -> None:
         """Race what there was no time for, in the time that the final rounds leave."""
@@ -185,17 +183,18 @@ class Adviser:
             self._race(late, until, fewest=FEWEST_ROUNDS)
 
     def _combinations(self) -> list[str]:
-        """Return the next combinations: of the fastest and of the leanest with one more technique that gains something.
-        Empty if there is none."""
-        standing, known = self._standing(), self.advice.candidates
+        """Return the fastest and the leanest so far, and the next combinations of these with one more technique that
+        gains something. Empty if there is none."""
+        standing, known, front = self._standing(), self.advice.candidates, self._front()
+        leaders = list(dict.fromkeys((*front[:1], *front[-1:])))
         alone = [known[name] for name in gaining(standing) if not known[name].made_of]
         pairs = dict[str, Candidate]()
-        for partner, leader in product(alone, self._leaders()):
+        for partner, leader in product(alone, leaders):
             pair = candidates.combined(self.config, self.machine, known[leader], partner)
             if pair and pair.name not in standing and pair.name not in self.advice.out and len(pairs) < AT_ONCE:
                 pairs[pair.name] = pair
         self.update(candidates={**known, **pairs})
-        return [*pairs]
+        return [*leaders, *pairs] if pairs else []
 
     def _standing(self) -> dict[str, Ratios]:
         """Return the ratios so far of the candidates that train as the baseline does and work."""
@@ -205,11 +204,6 @@ class Adviser:
 
     def _front(self) -> list[str]:
         return finalists({name: ratios for name, ratios in self._standing().items() if name not in self.advice.out})
-
-    def _leaders(self) -> list[str]:
-        """Return the fastest and the leanest so far."""
-        front = self._front()
-        return list(dict.fromkeys((*front[:1], *front[-1:])))
 
     def _batches(self, memory_bytes: int) -> dict[str, int]:
         """Return baseline or finalist -> the largest batch that is predicted to fit, where it can be predicted."""
@@ -229,7 +223,7 @@ class Adviser:
         self.advice = self.advice.model_copy(update=changes)
         files.write_text(FILE, self.advice.to_json())
 
-    def _leave_out(self, name: str, kind: Literal["beaten", "failed", "time"], why: str) -> None:
+    def _leave_out(self, name: str, kind: Kind, why: str) -> None:
         self.update(out={**self.advice.out, name: LeftOut(kind=kind, why=why)})
         self.table.leave_out(name, why)
 
@@ -283,11 +277,6 @@ class Adviser:
     def _round_seconds(self, names: Sequence[str]) -> float:
         """Return about how long a round takes of the baseline, its control and these candidates."""
         return sum(map(self._seconds, (self.advice.baseline, self.advice.baseline, *names)))
-
-    def _too_dear(self, names: Sequence[str], seconds: float, beside: Sequence[str] = ()) -> list[str]:
-        """Return the dearest candidates, but never all, without which a round takes no longer than ``seconds``."""
-        costs = {name: self._seconds(name) for name in names}
-        return dearest(costs, seconds - self._round_seconds(beside), len(costs) - 1)
 
     def _beaten(self, rounds: Rounds) -> Collection[str]:
         race = Race.of(rounds.arms, self.advice.baseline, self.config.compare.margins)

@@ -17,16 +17,19 @@ from pipeline.params import Compare, entry
 from pipeline.report import HUES, facts, pictures, write_pages
 from pipeline.results import REPORTS, Bench, Document, Record
 from pipeline.results.figures import MEMORY, THROUGHPUT
-from pipeline.tools.candidates import Candidate, Untried
+from pipeline.tools.candidates import Candidate
 
 FILE = REPORTS / "advice.json"
+
+
+Kind = Literal["untried", "time", "failed", "beaten"]
+"""untried: it cannot run here, or is not worth a try. time: it was not measured, because the time did not suffice."""
 
 
 class LeftOut(Record):
     """Why a candidate is not measured any more."""
 
-    kind: Literal["beaten", "failed", "time"]
-    """time: it was not measured, or not enough, because the time did not suffice."""
+    kind: Kind
     why: str
 
 
@@ -39,12 +42,11 @@ class Advice(Document):
     compare: Compare
     candidates: Mapping[str, Candidate]
     """By their names; the combinations last."""
-    untried: tuple[Untried, ...]
     costs: Mapping[str, tuple[float, float]] = {}
     """Candidate -> the seconds of its start and of a step, by its first sample."""
     steps: int = 0
     out: Mapping[str, LeftOut] = {}
-    """Candidate that is not measured any more -> why."""
+    """Candidate that is not measured, or not any more -> why."""
     benches: tuple[Bench, ...] = ()
     """The race, then later rounds, of combinations or of what there was no time for."""
     finalists: tuple[str, ...] = ()
@@ -60,6 +62,11 @@ class Advice(Document):
     finished: bool = False
     ratios: Mapping[str, Mapping[str, Difference]] = {}
     """Candidate -> figure -> ratio to the baseline, as on the page; for readers of the file (``write``)."""
+
+    def tried(self, *, apart: bool) -> list[str]:
+        """Return the candidates that are tried: those that train as the baseline does, or those that change it."""
+        untried = {name for name, left_out in self.out.items() if left_out.kind == "untried"}
+        return [one.name for one in self.candidates.values() if bool(one.apart) is apart and one.name not in untried]
 
     def unfinished(self) -> Bench | None:
         """Return the bench that an interrupt ended, if any."""
@@ -121,7 +128,7 @@ class Advice(Document):
 
     def relieving(self) -> list[str]:
         """Return the candidates that relieve what binds the step."""
-        alone = (candidate for candidate in self.candidates.values() if not candidate.made_of)
+        alone = (one for one in map(self.candidates.__getitem__, self.tried(apart=False)) if not one.made_of)
         return [one.name for one in alone if any(self.bound in entry(name).relieves for name in one.techniques)]
 
     def best(self) -> dict[str, str]:
@@ -145,7 +152,7 @@ class Advice(Document):
         decided |= {
             name for name, of in judged.items() if {of[figure].decision for figure in RACED} <= {"same", "worse"}
         }
-        alike = [name for name, candidate in self.candidates.items() if not candidate.apart]
+        alike = self.tried(apart=False)
         wrong = f"an error in at most {stats.ERROR:.0%} of such races"
         sure = f"each of {count(len(alike), 'candidate')} was beaten, failed or gains less than the margin; {wrong}"
         if number := len(set(alike) - decided):
@@ -165,7 +172,7 @@ def in_words(ratios: Ratios) -> str:
 
 def write(advice: Advice, directory: Path = REPORTS) -> None:
     """Write the advice as JSON, Markdown and a page, all or none; print the Markdown."""
-    judged, standing, best, table = advice.judged(), advice.standing(), advice.best(), advice.table()
+    judged, standing, best = advice.judged(), advice.standing(), advice.best()
     ratios = {name: {figure.field: ratio for figure, ratio in of.items()} for name, of in (standing | judged).items()}
     advice = advice.model_copy(update={"ratios": ratios})
     spots = [pictures.Spot(1, advice.baseline, None, None, False)]
@@ -174,13 +181,13 @@ def write(advice: Advice, directory: Path = REPORTS) -> None:
         speed, memory = (of[figure].model_copy(update=bare) for figure in RACED)
         if not advice.candidates[name].apart:
             spots.append(pictures.Spot(number, name, speed, memory, name in best))
-    noises = {figure: rounds.noise(figure) for figure in RACED} if table and (rounds := table.own.rounds()) else {}
     speeds = {name: gain(of, THROUGHPUT) for name, of in standing.items()}
     content: dict[str, Any] = {
         "advice": advice, "facts": facts, "raced": RACED, "judged": judged, "standing": standing,
         "doubts": sorted({ratio.why_untrusted for of in judged.values() for ratio in of.values()} - {None}),
-        "candidates": sorted(advice.candidates.values(), key=lambda candidate: -speeds.get(candidate.name, 0.0)),
-        "forests": pictures.forests_of(judged, noises, advice.baseline, advice.compare.margins),
+        "tried": {
+            apart: sorted(advice.tried(apart=apart), key=lambda name: -speeds.get(name, 0.0)) for apart in (False, True)
+        },
         "front": pictures.front_of(spots), "hues": {spot.variant: f"v{(spot.number - 1) % HUES}" for spot in spots},
     }  # fmt: skip
     write_pages(FILE.stem, directory, advice.to_json(), escape="markdown", **content)

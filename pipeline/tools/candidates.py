@@ -38,21 +38,12 @@ class Candidate(Record):
     """How it changes the training; empty if it trains as the baseline does, up to rounding."""
 
 
-class Untried(Record):
-    """A technique that is not tried."""
-
-    setting: str
-    why: str
-    apart: bool
-    """It would change the training."""
-
-
 def alone(
     config: Config, machine: Machine, base: Plan, only: Sequence[str], prepared: Path, memory: str | None = None
-) -> tuple[list[Candidate], list[Untried]]:
-    """Return the candidates of one technique each, and the techniques that are not tried. ``base``: the baseline's
-    plan. ``only``: groups of the catalogue; empty: all. ``memory``: the predicted peak of a candidate's step must fit
-    into this, such as 16GiB; None: any. Raises ConfigError for a wrong group or memory.
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Return the candidates of one technique each by their names, and why some of them are not tried. ``base``: the
+    baseline's plan. ``only``: groups of the catalogue; empty: all. ``memory``: the predicted peak of a candidate's step
+    must fit into this, such as 16GiB; None: any. Raises ConfigError for a wrong group or memory.
 
     Processes that share one device's work are tried only if ``only`` names a group of them.
     """
@@ -61,57 +52,56 @@ def alone(
         if word not in groups:
             known = ", ".join(groups)
             raise ConfigError(f"--only: found {word!r}; expected groups: {known}.{did_you_mean(word, groups)}")
-    chosen, tried, untried = {groups[word] for word in only or groups}, list[Candidate](), list[Untried]()
-    devices = machine.hosts * max(1, machine.gpus if base.device == "cuda" else 1)
-    mixes = _mixes_samples(config, prepared)
+    chosen, memory_bytes = {groups[word] for word in only or groups}, parse_bytes(memory) if memory else 0
+    found, untried, mixes = dict[str, Candidate](), dict[str, str](), _mixes_samples(config, prepared)
     for entry in params.entries():
-        if entry.group not in chosen:
-            continue
         usual = entry.value if entry.example is None else entry.example
-        why, changes = "", entry.changes == "statistics"
-        if entry.requested_by(base.requested) and entry.example is None:
-            why = "the baseline has it"
-        elif entry.tries == ():
-            why = f"it pays {entry.pays}"
-        elif (entry.key == "parallelism" or entry.needs) and devices < 2 and not only:
-            why = "there is one device, so nothing is shared (--only parallelism tries it nevertheless)"
-        for value in entry.tries or (usual,):
+        for value in (entry.tries or (usual,)) if entry.group in chosen else ():
+            candidate = _candidate(base, entry, value)
             try:
-                if why:
-                    raise ConfigError(why)
-                name, added, proposed = _added(config, machine, base, entry, value)
-                if memory:
-                    _check_memory(config, proposed, parse_bytes(memory), prepared)
+                plan = _tried(config, machine, base, entry, candidate, shares=bool(only))
+                if memory_bytes:
+                    _check_memory(config, plan, memory_bytes, prepared)
             except ConfigError as error:
-                setting = entry.setting if value == usual or entry.example is None else f"{entry.key}: {value}"
-                untried.append(Untried(setting=setting, why=first_line(error), apart=changes))
-                continue
-            apart = CHANGES["statistics"] if changes else ""
-            if mixes and proposed.micro_batch_size < base.micro_batch_size:
-                apart = f"the model mixes samples (BatchNorm), and sees {proposed.micro_batch_size} at once"
-            tried.append(Candidate(name=name, added=added, techniques=(entry.name,), apart=apart))
-    return tried, untried
+                untried[candidate.name] = first_line(error)
+            else:
+                if mixes and plan.micro_batch_size < base.micro_batch_size:
+                    apart = f"the model mixes samples (BatchNorm), and sees {plan.micro_batch_size} at once"
+                    candidate = candidate.model_copy(update={"apart": apart})
+            found[candidate.name] = candidate
+    return found, untried
 
 
-def _added(
-    config: Config, machine: Machine, base: Plan, entry: Entry, value: object
-) -> tuple[str, dict[str, Any], Plan]:
-    """Return the candidate's name, the settings that it adds to the baseline, and its plan. Raises ConfigError, which
-    says why it cannot run here."""
+def _candidate(base: Plan, entry: Entry, value: object) -> Candidate:
+    """Return the candidate that adds one technique to the baseline."""
     added: dict[str, Any] = {entry.key: value}
     if entry.key == "extra":
         added = {"extra": {**base.requested.extra, entry.name: entry.example or {}}}
     if entry.needs and base.requested.parallelism not in entry.needs:
         added["parallelism"] = entry.needs[0]
-    variant = base.requested.model_copy(update=added)
-    label = entry.name if entry.key == "extra" else entry.label(variant)
-    name = re.sub(r"\W", "-", label.lower())
-    if why := entry.why_refused(variant, machine, base.device == "cuda") or entry.why_not_with(config.train):
+    has_label = entry.key != "extra" and entry.tries != ()
+    label = entry.label(base.requested.model_copy(update=added)) if has_label else entry.name
+    apart = CHANGES["statistics"] if entry.changes == "statistics" else ""
+    return Candidate(name=re.sub(r"\W", "-", label.lower()), added=added, techniques=(entry.name,), apart=apart)
+
+
+def _tried(config: Config, machine: Machine, base: Plan, entry: Entry, candidate: Candidate, *, shares: bool) -> Plan:
+    """Return the candidate's plan. Raises ConfigError, which says why it is not tried. ``shares``: processes may share
+    one device."""
+    variant, why = base.requested.model_copy(update=candidate.added), None
+    devices = machine.hosts * max(1, machine.gpus if base.device == "cuda" else 1)
+    if entry.requested_by(base.requested) and entry.example is None:
+        why = "the baseline has it"
+    elif entry.tries == ():
+        why = f"it pays {entry.pays}"
+    elif (entry.key == "parallelism" or entry.needs) and devices < 2 and not shares:
+        why = "there is one device, so nothing is shared (--only parallelism tries it nevertheless)"
+    if why := why or entry.why_refused(variant, machine, base.device == "cuda") or entry.why_not_with(config.train):
         raise ConfigError(why)
-    proposed = planned(config, machine, name, added)
+    proposed = planned(config, machine, candidate.name, candidate.added)
     if why := proposed.skipped.get(entry.name) or proposed.skipped.get(variant.parallelism):
         raise ConfigError(f"it is skipped here: {why}")
-    return name, added, proposed
+    return proposed
 
 
 def settings_of(config: Config, added: Mapping[str, Any]) -> dict[str, Any]:
