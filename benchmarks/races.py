@@ -3,9 +3,11 @@
     python -m benchmarks.races record NAME --minutes 60     in the directory of a job whose data are prepared
     python -m benchmarks.races replay
 
-A recorded round has one window of each candidate, and nothing drops out. ``record`` writes ``races-NAME-MACHINE.json``;
-``replay`` writes ``races.json``. A replayed race draws rounds from the recorded ones, with replacement. So what it may
-know of the machine is what the recording saw, and the truth is the mean of all recorded rounds.
+A recorded round has one window of each candidate, and of each combination of two that gain something in the first two
+rounds; nothing drops out. ``record`` writes ``races-NAME-MACHINE.json``; ``replay`` writes ``races.json``. A replayed
+race draws rounds from the recorded ones, with replacement. So what it may know of the machine is what the recording
+saw, and the truth is the mean of all recorded rounds. A pool without combinations replays the race of the candidates
+alone.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,31 +29,44 @@ import numpy as np
 
 from benchmarks import machines
 from pipeline import environment, files, params
-from pipeline.comparison import verdicts
-from pipeline.comparison.racing import FEWEST_ROUNDS, RACED, Race, finalists
+from pipeline.comparison.racing import FEWEST_ROUNDS, RACED, Race, finalists, gaining
 from pipeline.comparison.stats import paired_ratio
 from pipeline.errors import say
 from pipeline.params import Margins
 from pipeline.results import Arm, Bench
 from pipeline.results.figures import MEMORY, THROUGHPUT
-from pipeline.tools.advise import FINAL_ROUNDS, LONGEST, RACE_ROUNDS, RACED_UNTIL, SAMPLING, begun
+from pipeline.tools.advise import (
+    AT_ONCE,
+    COMBINED_UNTIL,
+    FINAL_ROUNDS,
+    LONGEST,
+    RACE_ROUNDS,
+    RACED_UNTIL,
+    SAMPLING,
+    begun,
+)
 from pipeline.tools.live_table import LiveTable
 
 REPLAYED = machines.FIGURES / "races.json"
 MARGIN = Margins().throughput
+MOST_PAIRS, PAIRS_UNTIL = 20, 0.5
+"""Most combinations that are recorded, and the share of the minutes after which no first sample of one begins."""
 Logs = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def raced(draw: Callable[[], Logs], seconds: Logs, budget: float, doubt: float = 0.0) -> tuple[list[int], Race, int]:
+def raced(draw: Callable[[], Logs], seconds: Logs, budget: float) -> tuple[list[int], Race, int]:
     """Race arms; return those that are not beaten, the race, and its rounds.
 
     ``draw``: returns the logarithms of the speeds and memories of a round, [2, arms]; the baseline is arm 0.
-    ``seconds``: of each arm in a round. ``budget``: seconds for all. ``doubt``: of memories, which rounds do not show.
+    ``seconds``: of each arm in a round. ``budget``: seconds for all.
     """
     size, running, rounds = len(seconds), [*range(len(seconds))], list[Logs]()
-    race = Race([*map(str, running)], {}, {THROUGHPUT: MARGIN, MEMORY: MARGIN + doubt})
-    while len(running) > 1 and (cost := 2 * float(seconds[running].sum())) <= budget:
-        for _ in range(2):
+    race = Race([*map(str, running)], {}, {THROUGHPUT: MARGIN, MEMORY: MARGIN})
+    while len(running) > 1:
+        new = 1 if rounds else FEWEST_ROUNDS
+        if (cost := new * float(seconds[running].sum())) > budget:
+            break
+        for _ in range(new):
             rounds.append(np.full((2, size), np.nan))
             rounds[-1][:, running] = draw()[:, running]
         budget -= cost
@@ -90,11 +105,16 @@ def record(name: str, minutes: float) -> dict[str, Any]:
     with begun(config, machine, table) as adviser:
         adviser.job.server.limit = LONGEST * table.seconds
         adviser.sample([adviser.advice.baseline, *adviser.advice.candidates], table.left())
+        alone = adviser.running(adviser.advice.candidates)
+        adviser.rounds(alone, 0.0, FEWEST_ROUNDS, lambda _: (), turns=1)
+        pairs = adviser.combinations(gaining(adviser.advice.standing()), MOST_PAIRS)
+        adviser.sample(pairs, table.left(PAIRS_UNTIL))
         running = adviser.running(adviser.advice.candidates)
         adviser.rounds(running, table.left(), FEWEST_ROUNDS, lambda _: (), turns=1)
     advice = adviser.advice
     return pool_of(name, advice.benches[-1]) | {
         "costs": {arm: [round(start, 3), round(step, 4)] for arm, (start, step) in advice.costs.items()},
+        "made_of": {pair: advice.candidates[pair].made_of for pair in pairs},
         "apart": {candidate.name: candidate.apart for candidate in advice.candidates.values() if candidate.apart},
         "left_out": {arm: left_out.why for arm, left_out in advice.out.items()},
     }
@@ -109,7 +129,6 @@ def pool_of(name: str, bench: Bench) -> dict[str, Any]:
             "samples_per_second": [speed and round(speed, 2) for speed in speeds],
             "rejected": sum(window.samples_per_second is None for window in arm.samples),
             "peak_memory_bytes": [window.peak_memory_bytes for window in arm.samples],
-            "heap_share": round(verdicts.heap_share(arm), 4),
         }
 
     return {
@@ -132,12 +151,12 @@ class Pool:
     """Logarithms of speeds and memories, [2, arms, rounds]."""
     unpaired: Logs
     """As ``logs``, with a single window of the baseline in place of the mean of it and its control."""
-    doubt: float
-    """Of memories, which rounds do not show."""
     seconds: Logs
     """Of each arm in a round; the control counts as the baseline."""
     first_seconds: Logs
     """Of each arm's first sample."""
+    made_of: Mapping[int, Sequence[int]]
+    """The number of each combination -> those of the candidates that it combines."""
 
     @classmethod
     def of(cls, recorded: dict[str, Any]) -> Pool:
@@ -154,12 +173,13 @@ class Pool:
         every = unpaired.copy()
         every[:, 0] = (unpaired[:, 0] + logs(control)) / 2
         complete = ~np.isnan(every).any(axis=(0, 1))
-        doubt = max(arms[name]["heap_share"] for name in names) / 2
         costs = np.array([recorded["costs"][name] for name in names])
         seconds = costs[:, 0] + recorded["steps"] * costs[:, 1]
         seconds[0] *= 2
         first = costs[:, 0] + 6 * costs[:, 1]
-        return cls(names, every[..., complete], unpaired[..., complete], doubt, seconds, first)
+        pairs = {name: parts for name, parts in recorded.get("made_of", {}).items() if {name, *parts} <= {*names}}
+        made_of = {names.index(name): [*map(names.index, parts)] for name, parts in pairs.items()}
+        return cls(names, every[..., complete], unpaired[..., complete], seconds, first, made_of)
 
     def scattered(self, factor: float) -> Pool:
         """Return the pool with so many times the scatter about each arm's mean."""
@@ -176,31 +196,35 @@ def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any
 
     Returns how often the fastest or the leanest arm was ``dropped`` although none truly beats it; how often, for each
     memory, an arm that was not dropped needs no more and is at most the margin slower than the fastest such arm
-    (``front``); how often the finalists hold the largest speed and the least memory, up to the margin (``ends``); how
-    often the final interval of a finalist's speed holds the truth (``coverage``); and how often the ``stopwatch``, one
-    window of each candidate from different rounds, names a fastest that is more than the margin slower than the true
-    one.
+    (``front``); how often the finalists, combinations among them, hold the largest speed and the least memory, up to
+    the margin (``ends``); how often the final interval of a finalist's speed holds the truth (``coverage``); and how
+    often the ``stopwatch``, one window of each candidate from different rounds, names a fastest that is more than the
+    margin slower than the true one.
     """
     random, bound = np.random.default_rng(0), math.log1p(MARGIN)
     truth, count = pool.logs.mean(axis=-1), pool.logs.shape[-1]
     total, size = 60 * minutes, len(pool.names)
-    sampled = [arm for arm in range(size) if pool.first_seconds[: arm + 1].sum() <= SAMPLING * RACED_UNTIL * total]
+    alone = [arm for arm in range(size) if arm not in pool.made_of]
+    until = pool.first_seconds[alone].cumsum()
+    sampled = [arm for arm, seconds in zip(alone, until, strict=True) if seconds <= SAMPLING * RACED_UNTIL * total]
     spent = float(pool.first_seconds[sampled].sum())
     allowed = (RACED_UNTIL * total - spent) / RACE_ROUNDS
     kept = sorted(sampled[1:], key=lambda arm: pool.seconds[arm])
     while len(kept) > 1 and pool.seconds[[0, *kept]].sum() > allowed:
         kept.pop()
     taking_part = [0, *sorted(kept)]
-    within = pool.logs[:, taking_part]
     true, seconds = truth[:, taking_part], pool.seconds[taking_part]
     counts = dict.fromkeys(("dropped", "front", "ends", "stopwatch"), 0)
-    whole = [paired_ratio(*np.exp(within[0][[arm, 0]])) for arm in range(len(taking_part))]
+    every = [*taking_part, *pool.made_of]
+    whole = {arm: paired_ratio(*np.exp(pool.logs[0][[arm, 0]])) for arm in every}
     covered, finals, rounds_used = 0, 0, []
+
+    def drawing(arms: Sequence[int]) -> Callable[[], Logs]:
+        return lambda: pool.logs[:, arms, random.integers(count)]
+
     for _ in range(trials):
-        running, race, rounds = raced(
-            lambda: within[..., random.integers(count)], seconds, RACED_UNTIL * total - spent, pool.doubt
-        )
-        front = chosen(running, race)
+        running, race, rounds = raced(drawing(taking_part), seconds, RACED_UNTIL * total - spent)
+        front = [taking_part[arm] for arm in chosen(running, race)]
         rounds_used.append(rounds)
         counts["dropped"] += bool(wrongly_dropped(true, running))
         counts["front"] += all(
@@ -208,21 +232,25 @@ def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any
             >= true[0, true[1] <= memory].max() - bound
             for memory in true[1]
         )
-        counts["ends"] += bool(
-            true[0, front].max() >= true[0].max() - bound and true[1, front].min() <= true[1].min() + bound
-        )
-        drawn = within[0][:, random.integers(count, size=FINAL_ROUNDS)]
+        leaders = [*dict.fromkeys((*front[1:2], *front[1:][-1:]))]
+        pairs = [pair for pair, parts in pool.made_of.items() if {*leaders} & {*parts}][:AT_ONCE]
+        arms, left = [0, *leaders, *pairs], (COMBINED_UNTIL - RACED_UNTIL) * total - pool.first_seconds[pairs].sum()
+        if pairs and FEWEST_ROUNDS * pool.seconds[arms].sum() <= left:
+            running, race, _ = raced(drawing(arms), pool.seconds[arms], left)
+            front = [arms[arm] for arm in chosen(running, race)]
+        (speeds, memories), (fast, lean) = truth[:, every], truth[:, front]
+        counts["ends"] += bool(fast.max() >= speeds.max() - bound and lean.min() <= memories.min() + bound)
+        drawn = pool.logs[0][:, random.integers(count, size=FINAL_ROUNDS)]
         for arm in front[1:]:
             finals += 1
             low, high = paired_ratio(np.exp(drawn[arm]), np.exp(drawn[0])).bounds
             covered += low <= (whole[arm].estimate or 0.0) <= high
-        speeds = pool.unpaired[0][np.arange(size), random.integers(count, size=size)]
-        named = int(speeds.argmax())
-        counts["stopwatch"] += bool(truth[0, named] < truth[0].max() - bound)
+        once = pool.unpaired[0][alone, random.integers(count, size=len(alone))]
+        counts["stopwatch"] += bool(truth[0, alone][once.argmax()] < truth[0, alone].max() - bound)
     return {
         "minutes": minutes,
-        "candidates": size - 1,
-        "no_time_for": [name for arm, name in enumerate(pool.names) if arm not in taking_part],
+        "candidates": len(alone) - 1,
+        "no_time_for": [pool.names[arm] for arm in alone if arm not in taking_part],
         "rounds": statistics.fmean(rounds_used),
         **{name: count / trials for name, count in counts.items()},
         "coverage": round(covered / finals, 3) if finals else None,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks.races import Pool, replayed
+from benchmarks.races import Pool, record, replayed
 from benchmarks.simulations import racing
 from pipeline.benchmark import rounds
 from pipeline.benchmark.server import ArmSpec, BenchError
@@ -404,17 +404,38 @@ def recorded(scatter: float) -> dict[str, Any]:
 
     def arm(speed: float, memory: int) -> dict[str, Any]:
         speeds = [*(speed * np.exp(random.normal(0, scatter, 12)))]
-        return {"samples_per_second": speeds, "peak_memory_bytes": [memory] * 12, "heap_share": 0.0}
+        return {"samples_per_second": speeds, "peak_memory_bytes": [memory] * 12}
 
     arms = {"base": arm(100, 100), "fast": arm(150, 100), "lean": arm(90, 50), "bad": arm(80, 120), "dear": arm(99, 99)}
     costs = {name: [1.0, 0.1] for name in arms} | {"dear": [500.0, 0.1]}
     return {"arms": arms | {"base, A/A control": arm(100, 100)}, "costs": costs, "rounds": 12, "steps": 5, "apart": {}}
 
 
+def test_a_recorded_pool_has_the_combinations(advised: Callable[..., Advised], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = advised(channels_last=Known(step=0.03), activation_checkpointing=Known(memory=0.5))
+    monkeypatch.setattr("pipeline.params.load", lambda: job.config)
+    monkeypatch.setattr("pipeline.environment.machine", lambda: CPU_ONLY)
+    recorded = record("known", 30.0)
+    ((name, parts),) = recorded["made_of"].items()
+    assert (name, {*parts}) == (
+        "activation_checkpointing--channels_last",
+        {"activation_checkpointing", "channels_last"},
+    )
+    pool = Pool.of(recorded)
+    assert len(pool.names) == 19  # the baseline, 17 candidates and their combination
+    assert [*pool.made_of] == [pool.names.index(name)]
+    assert math.exp(pool.logs[0].mean(axis=-1)[18] - pool.logs[0].mean(axis=-1)[0]) == pytest.approx(5 / 3, rel=0.02)
+
+
 def test_a_replay_knows_what_it_planted() -> None:
     exact = replayed(Pool.of(recorded(0.0)), 20.0, trials=20)
     assert exact["no_time_for"] == ["dear"]
     assert (exact["dropped"], exact["front"], exact["ends"], exact["stopwatch"]) == (0, 1, 1, 0)
+    pool = recorded(0.0)
+    both = {"samples_per_second": [180.0] * 12, "peak_memory_bytes": [40] * 12}
+    together = pool | {"arms": pool["arms"] | {"both": both}, "costs": pool["costs"] | {"both": [1.0, 0.1]}}
+    assert replayed(Pool.of(together | {"made_of": {"both": ["fast", "lean"]}}), 20.0, trials=20)["ends"] == 1
+    assert replayed(Pool.of(together | {"made_of": {"both": ["bad", "dear"]}}), 20.0, trials=20)["ends"] == 0
     noisy = replayed(Pool.of(recorded(0.3)), 20.0, trials=100)
     assert noisy["stopwatch"] > 0.1
     assert noisy["dropped"] < 0.05

@@ -8,7 +8,7 @@ show well. A race only chooses what is measured further: the ratios of what it c
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ Ratios = Mapping[Figure, Difference]
 
 RACED = (THROUGHPUT, MEMORY)
 FEWEST_ROUNDS = 2
-"""A race looks after every second round, whose order is the reverse of the round before."""
+"""A race looks after so many rounds, the second in the reverse order of the first, and then after each."""
 FEWEST_FREEDOM = 3
 """With fewer degrees of freedom, such as two rounds of two arms, the interval at 99.9% spans orders of magnitude."""
 
@@ -47,14 +47,13 @@ class Race:
     def of(cls, arms: Sequence[Arm], baseline: str, margins: Margins) -> Race:
         """Return the race of the baseline, its control and variants, whose samples with the same index were measured
         side by side. The baseline's figures are the geometric means of its own and its control's. A speed that was
-        rejected because the machine was disturbed counts: the disturbance is a part of the scatter. The margin of
-        memory includes what rounds do not show (``verdicts.heap_doubt``)."""
+        rejected because the machine was disturbed counts: the disturbance is a part of the scatter."""
         rows: dict[str, list[Arm]] = {baseline: []}
         for arm in arms:
             rows.setdefault(arm.variant, []).append(arm.undisturbed())
         rounds = max(len(arm.samples) for arm in arms)
         logs = {figure: np.array([_logs(equal, figure, rounds) for equal in rows.values()]) for figure in RACED}
-        return cls([*rows], logs, {figure: _margin(figure, margins, arms) for figure in RACED})
+        return cls([*rows], logs, {figure: figure.margin_in(margins) for figure in RACED})
 
     def ratio(self, above: str, below: str, figure: Figure) -> Difference:
         """Return the ratio of two arms with its interval at ``verdicts.SURE``; without an interval if fewer than two
@@ -96,10 +95,6 @@ class Race:
     def _of(self) -> dict[Figure, tuple[Floats, Floats, Floats, float]]:
         """Figure -> what ``_paired`` returns."""
         return {figure: _paired(logs) for figure, logs in self.logs.items()}
-
-
-def _margin(figure: Figure, margins: Margins, arms: Iterable[Arm]) -> float:
-    return figure.margin_in(margins) + (max(map(verdicts.heap_share, arms)) / 2 if figure is MEMORY else 0.0)
 
 
 def _logs(equal: Sequence[Arm], figure: Figure, rounds: int) -> Floats:

@@ -142,8 +142,8 @@ class Adviser:
             if not self.advice.benches or self.advice.unfinished():
                 first = self.advice.relieving()
                 self._race(sorted(self.advice.candidates, key=lambda name: name not in first), RACED_UNTIL)
-            while self.table.left(COMBINED_UNTIL) > 0 and (names := self._combinations()):
-                self._race(names, COMBINED_UNTIL)
+            while self.table.left(COMBINED_UNTIL) > 0 and (pairs := self.combinations(self._leaders())):
+                self._race([*self._leaders(), *pairs], COMBINED_UNTIL)
             self._race_late()
             names = self._front()
             while len(names) > 1 and FINAL_ROUNDS * self._round_seconds(names) > self.table.left():
@@ -182,19 +182,23 @@ class Adviser:
             self.update(out={name: left_out for name, left_out in self.advice.out.items() if name not in late})
             self._race(late, until, fewest=FEWEST_ROUNDS)
 
-    def _combinations(self) -> list[str]:
-        """Return the fastest and the leanest so far, and the next combinations of these with one more technique that
-        gains something. Empty if there is none."""
-        standing, known, front = self._standing(), self.advice.candidates, self._front()
-        leaders = list(dict.fromkeys((*front[:1], *front[-1:])))
+    def _leaders(self) -> list[str]:
+        """Return the fastest and the leanest so far."""
+        front = self._front()
+        return list(dict.fromkeys((*front[:1], *front[-1:])))
+
+    def combinations(self, leaders: Sequence[str], most: int = AT_ONCE) -> list[str]:
+        """Return the next combinations of a leader with one more technique that gains something, no more than
+        ``most``."""
+        standing, known = self._standing(), self.advice.candidates
         alone = [known[name] for name in gaining(standing) if not known[name].made_of]
         pairs = dict[str, Candidate]()
         for partner, leader in product(alone, leaders):
             pair = candidates.combined(self.config, self.machine, known[leader], partner)
-            if pair and pair.name not in standing and pair.name not in self.advice.out and len(pairs) < AT_ONCE:
+            if pair and pair.name not in standing and pair.name not in self.advice.out and len(pairs) < most:
                 pairs[pair.name] = pair
         self.update(candidates={**known, **pairs})
-        return [*leaders, *pairs] if pairs else []
+        return [*pairs]
 
     def _standing(self) -> dict[str, Ratios]:
         """Return the ratios so far of the candidates that train as the baseline does and work."""
