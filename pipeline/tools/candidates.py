@@ -59,7 +59,7 @@ def alone(
         for value in (entry.tries or (usual,)) if entry.group in chosen else ():
             candidate = _candidate(base, entry, value)
             try:
-                plan = _tried(config, machine, base, entry, candidate, shares=bool(only))
+                plan = _runnable(config, machine, base, entry, candidate, shares=bool(only))
                 if memory_bytes:
                     _check_memory(config, plan, memory_bytes, prepared)
             except ConfigError as error:
@@ -85,7 +85,9 @@ def _candidate(base: Plan, entry: Entry, value: object) -> Candidate:
     return Candidate(name=re.sub(r"\W", "-", label.lower()), added=added, techniques=(entry.name,), apart=apart)
 
 
-def _tried(config: Config, machine: Machine, base: Plan, entry: Entry, candidate: Candidate, *, shares: bool) -> Plan:
+def _runnable(
+    config: Config, machine: Machine, base: Plan, entry: Entry, candidate: Candidate, *, shares: bool
+) -> Plan:
     """Return the candidate's plan. Raises ConfigError, which says why it is not tried. ``shares``: processes may share
     one device."""
     variant, why = base.requested.model_copy(update=candidate.added), None
