@@ -59,7 +59,8 @@ def test_an_option_s_value_has_the_type_of_its_default() -> None:
     parsed = cli._parser().parse_args(["advise", "--only", "speed", "precision", "--minutes", "3"])
     assert (parsed.only, parsed.minutes, parsed.add, parsed.memory) == (["speed", "precision"], 3.0, False, None)
     parsed = cli._parser().parse_args(["script", "--base", "x", "--arm", "a=--b", "--command", "c=d", "--output", "o"])
-    assert (parsed.arms, parsed.settings, parsed.output) == ([("a", "--b", False), ("c", "d", True)], [], Path("o"))
+    arms = [("a", "arguments", "--b"), ("c", "command", "d")]
+    assert (parsed.arms, parsed.settings, parsed.output) == (arms, [], Path("o"))
 
 
 def test_an_error_shows_no_secret_of_an_address(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
