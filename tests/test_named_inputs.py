@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.data.prepared import LEFT_OUT, Dataset
+from pipeline.data.prepared import LEFT_OUT, Dataset, read
 from pipeline.distributed import World, whole
 from pipeline.models import from_config
 from pipeline.params import Augment, Train, parse
@@ -114,9 +114,9 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def _trained(joined: World, dataset: Dataset, train: Train) -> list[tuple[dict[str, Tensor], float, float]]:
+def _trained(joined: World, prepared: Path, train: Train) -> list[tuple[dict[str, Tensor], float, float]]:
     """Return by how much the first step of each variant changes the weights, and the scores at the end."""
-    made = []
+    dataset, made = read(prepared), []
     for variant in VARIANTS:
         training = make_training(dataset, joined if "parallelism" in variant else ALONE, train=train, **variant)
         before = {name: whole(value).clone() for name, value in training.model_state.read().items()}
@@ -132,7 +132,7 @@ def _trained(joined: World, dataset: Dataset, train: Train) -> list[tuple[dict[s
     return made
 
 
-def test_every_variant_trains_a_masked_classifier_of_tokens(sequences: Callable[..., Any]) -> None:
+def test_every_variant_trains_a_masked_classifier_of_tokens(sequences: Callable[..., Any], tmp_path: Path) -> None:
     dataset, train = sequences("token")
     task = task_of(dataset, train)
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def test_every_variant_trains_a_masked_classifier_of_tokens(sequences: Callable[
     expected = {
         name: 0.5 * parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
     }
-    made = run_ranks(_trained, dataset, train)[0]
+    made = run_ranks(_trained, tmp_path / "prepared", train)[0]
     for variant, (moved, accuracy, loss) in zip(VARIANTS, made, strict=True):
         for name, gradient in expected.items():
             torch.testing.assert_close(moved[name], gradient, rtol=1e-3, atol=1e-6, msg=f"{variant} {name}")
