@@ -434,14 +434,14 @@ def test_a_recorded_pool_has_the_combinations(advised: Callable[..., Advised], m
 
 
 def test_a_replay_knows_what_it_planted() -> None:
-    exact = replayed(Pool.of(recorded(0.0)), 20.0, trials=20)
+    exact = replayed(Pool.of(recorded(0.0)), 20.0, trials=5)
     assert exact["no_time_for"] == ["dear"]
     assert (exact["dropped"], exact["front"], exact["ends"], exact["stopwatch"]) == (0, 1, 1, 0)
     pool = recorded(0.0)
     both = {"samples_per_second": [180.0] * 12, "peak_memory_bytes": [40] * 12}
     together = pool | {"arms": pool["arms"] | {"both": both}, "costs": pool["costs"] | {"both": [1.0, 0.1]}}
-    assert replayed(Pool.of(together | {"made_of": {"both": ["fast", "lean"]}}), 20.0, trials=20)["ends"] == 1
-    assert replayed(Pool.of(together | {"made_of": {"both": ["bad", "dear"]}}), 20.0, trials=20)["ends"] == 0
-    noisy = replayed(Pool.of(recorded(0.3)), 20.0, trials=100)
+    assert replayed(Pool.of(together | {"made_of": {"both": ["fast", "lean"]}}), 20.0, trials=5)["ends"] == 1
+    assert replayed(Pool.of(together | {"made_of": {"both": ["bad", "dear"]}}), 20.0, trials=5)["ends"] == 0
+    noisy = replayed(Pool.of(recorded(0.3)), 20.0, trials=40)
     assert noisy["stopwatch"] > 0.1
     assert noisy["dropped"] < 0.05
