@@ -39,14 +39,16 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def _unnamed() -> dict[str, dict[str, Any]]:
-    """Return a variant for each technique that needs a GPU and that no ready-made variant uses."""
+    """Return a variant for each technique that needs a GPU, runs alone, and that no ready-made variant uses."""
     able = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True, gpu_float8=True)
     variants = (Variant(**values) for variants in SETS.values() for values in variants.values())
     named = {technique.name for variant in variants for technique in requested(variant)}
     return {
         technique.name: alone(technique)
         for technique in CATALOGUE
-        if technique.name not in named and technique.why_not(able, False) and not technique.why_not(able, True)
+        if technique.name not in named
+        and technique.why_not(able, False)
+        and not technique.why_refused(Variant(**alone(technique)), able, on_gpu=True)
     }
 
 
