@@ -374,11 +374,11 @@ def check_samples(what: str, answers: Mapping[str, Mapping[str, Any]]) -> None:
     ``answers``: of ``Server.close``, by side. An arm whose batch is a setting of ``train`` reports no such number: the
     comparison of the settings names its change.
     """
-    base, other = answers.values()
-    if "samples_per_step" not in base.keys() | other.keys():
+    first, second = answers.values()
+    if "samples_per_step" not in first.keys() | second.keys():
         return
-    credited, seen = ((base[key], other[key]) for key in ("samples_per_step", "samples_seen"))
-    differ = base["batch_differs"] and other["batch_differs"]
+    credited, seen = ((first[key], second[key]) for key in ("samples_per_step", "samples_seen"))
+    differ = first["batch_differs"] and second["batch_differs"]
     equal = credited[0] == credited[1]
     if None not in credited if differ else equal and (None in seen or seen[0] == seen[1]):
         return

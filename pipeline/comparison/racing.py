@@ -148,8 +148,8 @@ def finalists(standing: Mapping[str, Ratios]) -> list[str]:
     """Return up to three variants that gain something, without repeats: the fastest, the one whose gains together are
     the largest, and the one with the least memory. ``standing``: variant -> its ratios."""
     ahead = {name: standing[name] for name in gaining(standing)}
-    found = (foremost(ahead, THROUGHPUT), next(iter(ahead)), foremost(ahead, MEMORY)) if ahead else ()
-    return list(dict.fromkeys(found))
+    ends = (foremost(ahead, THROUGHPUT), next(iter(ahead)), foremost(ahead, MEMORY)) if ahead else ()
+    return list(dict.fromkeys(ends))
 
 
 def interaction(combined: Difference, alone: Difference) -> Difference:

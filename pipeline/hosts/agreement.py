@@ -53,11 +53,11 @@ def others() -> list[Host]:
 
 
 def _joined(
-    here: tuple[str, int], key: bytes, name: str, shared: str, recorded: Callable[[], Mapping[str, Any]]
+    listener: tuple[str, int], key: bytes, name: str, shared: str, recorded: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any]:
     """In a helper: connect to the first host; return what it wants to know about this one."""
-    beat_to(here, key, name)
-    return {"record": recorded(), "sees": Path(shared).exists(), "boot": boot_id(), "link": link_to(here[0])}
+    beat_to(listener, key, name)
+    return {"record": recorded(), "sees": Path(shared).exists(), "boot": boot_id(), "link": link_to(listener[0])}
 
 
 def links() -> list[dict[str, str | int | None]]:

@@ -78,14 +78,14 @@ def _accept(connection: Connection, key: bytes, greet: Callable[[Connection], ob
         greet(connection)
 
 
-def beat_to(here: tuple[str, int], key: bytes, name: str) -> None:
+def beat_to(listener: tuple[str, int], key: bytes, name: str) -> None:
     """In the helper of the host ``name``: connect to the first host, and end when it is lost. Raises PipelineError."""
     try:
-        connection: Connection = Client(here, authkey=key)
+        connection: Connection = Client(listener, authkey=key)
     except OSError as error:
         raise PipelineError(
-            f"{here[0]}, where the first host listens, cannot be reached ({error}); set launch.address to an address "
-            "that can, or open the network between the hosts."
+            f"{listener[0]}, where the first host listens, cannot be reached ({error}); set launch.address to an "
+            "address that can, or open the network between the hosts."
         ) from None
     connection.send_bytes(name.encode())
     # Later than the first host gives up this one, so that it is the first host which says what has happened.

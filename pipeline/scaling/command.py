@@ -93,9 +93,9 @@ def _measured(config: Config, machine: Machine, names: Sequence[str], up_to: int
 
     Raises ConfigError, before anything is started, for a curve that cannot be measured or projected.
     """
-    variants, here, base = variants_of(config, names), probe.numbers_here(config, machine), config.compare.baseline
-    places, plans = arms_of(config, machine, variants, numbers_of(here, up_to), here[-1])
-    probed, session = probe.measured(config, machine, here), begin_session()
+    variants, present, base = variants_of(config, names), probe.numbers_here(config, machine), config.compare.baseline
+    places, plans = arms_of(config, machine, variants, numbers_of(present, up_to), present[-1])
+    probed, session = probe.measured(config, machine, present), begin_session()
     settings = config.bench.model_copy(update={"max_minutes": minutes})
     of_base = config.model_copy(update={"variants": {base: config.variants[base]}})
     with served(of_base, machine, server := _Server()) as job:
@@ -139,12 +139,12 @@ def variants_of(config: Config, names: Sequence[str]) -> dict[str, Variant]:
     return {name: known[name] for name in names or with_weak(ours or words)}
 
 
-def numbers_of(here: Sequence[int], up_to: int | None) -> list[int]:
+def numbers_of(present: Sequence[int], up_to: int | None) -> list[int]:
     """Return the numbers of processes of a curve: 1, those that are ``here``, and doubled from there to ``up_to``."""
-    last = FURTHER * here[-1] if up_to is None else up_to
-    if last < here[-1] or last % here[-1]:
-        raise ConfigError(f"--up-to: found {up_to}, but {here[-1]} are measured here; expected a multiple of it.")
-    numbers = [1, *here]
+    last = FURTHER * present[-1] if up_to is None else up_to
+    if last < present[-1] or last % present[-1]:
+        raise ConfigError(f"--up-to: found {up_to}, but {present[-1]} are measured here; expected a multiple of it.")
+    numbers = [1, *present]
     while numbers[-1] < last:
         numbers.append(min(2 * numbers[-1], last))
     return numbers
@@ -167,13 +167,13 @@ def arms_of(
         return plan_of(config.model_copy(update={"train": train, "variants": of_name}), name, machine)
 
     for (name, variant), number in product(variants.items(), numbers):
-        here, further, weak = min(number, available), max(1, number // available), variant.scaling == "weak"
+        measured, further, weak = min(number, available), max(1, number // available), variant.scaling == "weak"
         replicas = machine.hosts if variant.replicas == "hosts" else variant.replicas
-        if number > 1 and replicas > 1 and here % (2 * replicas):
+        if number > 1 and replicas > 1 and measured % (2 * replicas):
             continue
-        own, alone = f"{name}-{here}", f"{name}-{here if weak else number}-alone"
+        own, alone = f"{name}-{measured}", f"{name}-{measured if weak else number}-alone"
         single = {"replicas": 1, "scaling": "strong"} if number == 1 else {}
-        plan = planned(own, whole, variant, processes=here, **single)
+        plan = planned(own, whole, variant, processes=measured, **single)
         is_modelled = number > 1 and _exchanging(plan) <= MODELLED
         if number > available and not is_modelled:
             continue
@@ -184,7 +184,7 @@ def arms_of(
                     f"train.batch_size: found {whole}, which {number} processes cannot divide; allowed: a multiple of "
                     f"{number}, or a smaller --up-to."
                 )
-            twin = planned(alone, whole if weak else whole * here // number, variant, processes=here)
+            twin = planned(alone, whole if weak else whole * measured // number, variant, processes=measured)
             applied = twin.applied.model_copy(update={"communication_hook": "none"})
             plans[alone] = twin.model_copy(update={"reduces": False, "applied": applied})
         places.append(
@@ -236,10 +236,14 @@ def write(report: Report, directory: Path = REPORTS) -> None:
 
 def _speedups(curve: Curve) -> Chart | None:
     """Return the speed-ups over the number of devices; None if one is unknown."""
-    here = sum(point.place.measured for point in curve.points)
+    number = sum(point.place.measured for point in curve.points)
     line = [(float(point.place.processes), point.speedup.estimate or 0.0) for point in curve.points]
-    if here < 2 or not all(speedup for _, speedup in line):
+    if number < 2 or not all(speedup for _, speedup in line):
         return None
-    lines = {"measured": line[:here], "projected": line[here - 1 :], "as fast as ideal": [line[0], (line[-1][0],) * 2]}
+    lines = {
+        "measured": line[:number],
+        "projected": line[number - 1 :],
+        "as fast as ideal": [line[0], (line[-1][0],) * 2],
+    }
     lines = {name: of for name, of in lines.items() if len(of) > 1}
     return loglog(lines, lambda value, _: f"{value:g}", lambda value, _: f"{value:g}")
