@@ -16,7 +16,7 @@ from pipeline.params.conditions import needs_gpu
 from pipeline.techniques import _own
 from tests.commands import printed
 from tests.pages import ROOT, add_technique
-from tests.rehearsal.jobs import SETS
+from tests.rehearsal.jobs import LANGUAGE_MODEL, SETS
 
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "synthetic", "synthetic": {"train": 64, "test": 16, "shape": [1, 8, 8], "classes": 2}},
@@ -61,7 +61,7 @@ def test_the_added_technique_is_applied_in_training(checkout: Path) -> None:
 
 
 def test_the_rehearsal_trains_each_technique_that_needs_a_gpu() -> None:
-    variants = [Variant(**values) for variants in SETS.values() for values in variants.values()]
+    variants = [Variant(**values) for variants in [*SETS.values(), LANGUAGE_MODEL] for values in variants.values()]
     rehearsed = {technique.name for variant in variants for technique in requested(variant)}
     assert rehearsed >= {entry.name for entry in CATALOGUE if entry.why_not is needs_gpu}
 

@@ -54,6 +54,13 @@ def _unnamed() -> dict[str, dict[str, Any]]:
 
 if unnamed := _unnamed():
     SETS["unnamed"] = unnamed
+LANGUAGE_MODEL: dict[str, dict[str, Any]] = {
+    "baseline": {},
+    "stack": {"precision": "bf16", "attention": "flash", "loss_chunks": 4, "activation_checkpointing": "selective"},
+    "float8": {"precision": "float8"},
+    "flex": {"precision": "bf16", "attention": "flex", "compile": "blocks", "optimizer": "muon"},
+}
+"""Variants that train a language model: FlexAttention needs ``compile``, so it is in no set."""
 READY_MADE = [(set_name, name) for set_name, variants in SETS.items() for name in variants]
 """Pairs of a set's name and a variant's name."""
 

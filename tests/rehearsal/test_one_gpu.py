@@ -16,7 +16,7 @@ from pipeline.params import entry, parse, requested
 from pipeline.plans import plan
 from pipeline.results import Result
 from tests.as_if_cuda import NAME, as_if_cuda
-from tests.rehearsal.jobs import READY_MADE, SETS, STEPS, furnished, job_of, offered, result_of, train
+from tests.rehearsal.jobs import LANGUAGE_MODEL, READY_MADE, SETS, STEPS, furnished, job_of, offered, result_of, train
 
 WAITS = {
     "low_bit_optimizer": "bitsandbytes waits after each parameter",
@@ -89,16 +89,7 @@ def test_attention_trains_and_waits_for_nothing(folder: Path, variant: dict[str,
 
 
 @pytest.mark.usefixtures("_gpu")
-@pytest.mark.parametrize(
-    "variant",
-    [
-        {},
-        {"precision": "bf16", "attention": "flash", "loss_chunks": 4, "activation_checkpointing": "selective"},
-        {"precision": "float8"},
-        {"precision": "bf16", "attention": "flex", "compile": "blocks", "optimizer": "muon"},
-    ],
-    ids=["baseline", "stack", "float8", "flex"],
-)
+@pytest.mark.parametrize("variant", LANGUAGE_MODEL.values(), ids=LANGUAGE_MODEL)
 def test_a_language_model_trains_and_waits_for_nothing(folder: Path, variant: dict[str, Any]) -> None:
     (folder / "texts").mkdir(exist_ok=True)
     for index in range(8):
