@@ -119,7 +119,9 @@ class Ran:
     jobs: dict[str, str]
     """Job -> "success" or "failure". A job that did not run is missing."""
     output: str
-    """What the steps printed."""
+    """What the steps printed. act may lose the last lines of a step that fails, because it does not wait for them."""
+    failed: list[str]
+    """The names of the steps that failed."""
     calls: list[list[str]]
     """The words of each call of a stand-in, in order. An action's inputs are words of the form name=value."""
     obeyed: list[str]
@@ -197,6 +199,7 @@ class Runner:
         return Ran(
             {line["jobID"]: line["jobResult"] for line in lines if "jobResult" in line},
             "".join(line["msg"] for line in lines if line.get("raw_output")) + done.stderr,
+            [line["step"] for line in lines if line.get("stepResult") == "failure"],
             [shlex.split(line) for line in calls.splitlines()],
             [line["command"] for line in lines if line.get("command", "ignored") != "ignored"],
         )
