@@ -599,7 +599,7 @@ def test_a_script_is_trained_benched_compared_and_published(
 def gated(script_clone: Callable[[dict[str, Any]], Clone]) -> Clone:
     steps = SLEEPS.replace('"sleep": 0.005', '"sleep": 0.05').replace('"epochs": 8', '"epochs": 60')
     clone = script_clone({
-        "bench": BENCH | {"window_seconds": 0.5},
+        "bench": BENCH | {"window_seconds": 0.5, "max_rounds": 12},
         "gate": {"max_minutes": 10.0, "accuracy": False},
         "train": {"seeds": [0]},
         "variants": {"baseline": {}},
