@@ -183,10 +183,55 @@ def test_what_was_too_dear_has_the_time_that_is_left(advised: Callable[..., Advi
     assert (advice.finalists, advice.final and advice.final.rounds) == (("channels_last",), 8)
 
 
+def test_late_candidates_race_after_an_interrupt(advised: Callable[..., Advised]) -> None:
+    job = advised(channels_last=Known(step=0.03), compile=Known(opening=14.0), baseline=Known(opening=3.0))
+
+    race = advise.Adviser._race
+
+    def raced(*of: Any, **late: int) -> None:
+        if late:
+            raise KeyboardInterrupt
+        race(*of)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advise.Adviser, "_race", raced)
+        with pytest.raises(KeyboardInterrupt, match="goes on from it"):
+            job.run("speed", minutes=5)
+    advice = job.run("speed", minutes=5)
+    assert "compile" in advice.standing()
+
+
 def test_final_rounds_end_when_all_is_decided(advised: Callable[..., Advised]) -> None:
     final = advised(channels_last=Known(step=0.03)).run("speed", minutes=20).final
     assert final
     assert final.rounds == 8
+
+
+@pytest.mark.parametrize("final_rounds", [3, 7])
+def test_a_finalist_that_fails_is_not_advised(advised: Callable[..., Advised], final_rounds: int) -> None:
+    """What only it has beaten is not decided any more, and no further rounds measure the baseline alone."""
+    whole = advised(channels_last=Known(step=0.03))
+    assert whole.run("speed").finalists == ("channels_last",)
+    Path("reports/advice.json").unlink()
+    starts = whole.server.opened.count("channels_last") - 8 + final_rounds
+    advice = advised(channels_last=Known(step=0.03), last={"channels_last": starts}).run("speed")
+    assert advice.final
+    assert [len(arm.samples) for arm in advice.final.arms] == [8, final_rounds, 8]
+    assert advice.state("channels_last") == "cannot be measured: it ran out of memory"
+    assert advice.best() == {}
+    assert advice.state("foreach_optimizer") == "not decided"
+    assert "nothing that was tried is surely better; 5 of 6 candidates not decided" in advice.sentence()
+
+
+def test_an_arm_that_fails_beats_nobody(advised: Callable[..., Advised]) -> None:
+    """One fails before the others are compared with it, one after it has beaten them all."""
+    for starts in (2, 8):
+        failing = {"for_loop_optimizer": Known(step=0.02, scatter=0.0)}
+        job = advised(last={"for_loop_optimizer": starts}, channels_last=Known(step=0.03, scatter=0.0), **failing)
+        advice = job.run("speed")
+        assert advice.kind("for_loop_optimizer") == "failed"
+        assert advice.sentence().startswith("take `channels_last`: ")
+        Path("reports/advice.json").unlink()
 
 
 def test_without_candidates_there_is_no_advice(advised: Callable[..., Advised]) -> None:

@@ -74,8 +74,8 @@ class Race:
 
         A variant is beaten by another if it is surely worse in speed or memory, by more than the margin, and surely not
         better by more than the margin in the other. By the baseline it is beaten even if it is worse in nothing: then
-        it gains nothing. What ``apart`` holds beats nobody, because it is another training. Surely: by intervals of a
-        look (``stats.confidence_of``), with the error divided by the number of variants.
+        it gains nothing. What ``apart`` holds beats nobody, such as another training. Surely: by intervals of a look
+        (``stats.confidence_of``), with the error divided by the number of variants.
         """
         count, confidence = len(self.names), stats.confidence_of(len(among), look=True)
         better_possible, worse = np.zeros((2, count, count), bool)

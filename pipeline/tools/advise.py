@@ -151,7 +151,7 @@ class Adviser:
             self.update(finalists=tuple(names))
         if (best := self.advice.finalists) and (not self.advice.final or self.advice.final.interrupted):
             seconds = max(self.table.left(), (FINAL_ROUNDS + 1) * self._round_seconds(best))
-            self.rounds(best, seconds, FINAL_ROUNDS, lambda so_far: looks.settled(so_far.arms, self.config.compare))
+            self.rounds(best, seconds, FINAL_ROUNDS, self._settled)
         if self.advice.memory:
             self.update(batches=self._batches(parse_bytes(self.advice.memory)))
         self.update(finished=True)
@@ -177,7 +177,9 @@ class Adviser:
         """Race what there was no time for, in the time that the final rounds leave."""
         front = self._front() or [self.advice.baseline]
         until = 1 - FINAL_ROUNDS * self._round_seconds(front) / self.table.seconds
-        late = [name for name, left_out in self.advice.out.items() if left_out.kind == "time"]
+        raced, kind = self.advice.standing(), self.advice.kind
+        # A candidate that is not left out has begun to be late in a run that was interrupted.
+        late = [name for name in self.advice.candidates if name not in raced and kind(name) in ("", "time")]
         if late and self.table.left(until) > 0:
             self.update(out={name: left_out for name, left_out in self.advice.out.items() if name not in late})
             self._race(late, until, fewest=FEWEST_ROUNDS)
@@ -202,9 +204,8 @@ class Adviser:
 
     def _standing(self) -> dict[str, Ratios]:
         """Return the ratios so far of the candidates that train as the baseline does and work."""
-        failed = {name for name, left_out in self.advice.out.items() if left_out.kind != "beaten"}
-        standing, known = self.advice.standing(), self.advice.candidates
-        return {name: ratios for name, ratios in standing.items() if not known[name].apart and name not in failed}
+        standing, known = self.advice.standing().items(), self.advice.candidates
+        return {name: of for name, of in standing if not known[name].apart and self.advice.kind(name) in ("", "beaten")}
 
     def _front(self) -> list[str]:
         return finalists({name: ratios for name, ratios in self._standing().items() if name not in self.advice.out})
@@ -227,14 +228,15 @@ class Adviser:
         self.advice = self.advice.model_copy(update=changes)
         files.write_text(FILE, self.advice.to_json())
 
-    def _leave_out(self, name: str, kind: Kind, why: str) -> None:
-        self.update(out={**self.advice.out, name: LeftOut(kind=kind, why=why)})
+    def _leave_out(self, name: str, kind: Kind, why: str, rival: str = "") -> None:
+        self.update(out={**self.advice.out, name: LeftOut(kind=kind, why=why, rival=rival)})
         self.table.leave_out(name, why)
 
     def _failed(self, name: str, error: BenchError) -> None:
-        """Leave out an arm that failed, unless it is the baseline's."""
+        """Leave out an arm that failed, unless it is the baseline's. What it has beaten is not beaten any more."""
         if name not in self.advice.candidates:
             raise error
+        self.update(out={other: of for other, of in self.advice.out.items() if of.rival != name})
         self._leave_out(name, "failed", error.reason)
         if isinstance(error, ServerLost) or name in self.advice.costs:  # in a round, other arms may be open
             self.job.server.restart()
@@ -285,12 +287,16 @@ class Adviser:
     def _beaten(self, rounds: Rounds) -> Collection[str]:
         race = Race.of(rounds.arms, self.advice.baseline, self.config.compare.margins)
         running = [name for name in race.names[1:] if name not in self.advice.out]
-        apart = [candidate.name for candidate in self.advice.candidates.values() if candidate.apart]
+        known = self.advice.candidates.values()
+        apart = [one.name for one in known if one.apart or self.advice.kind(one.name) == "failed"]
         for name, rival in race.beaten(running, apart).items():
             ratios = ", ".join(f"{figure.word} {facts.brief(race.ratio(name, rival, figure))}" for figure in RACED)
             how = "gains nothing over" if rival == self.advice.baseline else "beaten by"
-            self._leave_out(name, "beaten", f"{how} {rival}: {ratios}")
+            self._leave_out(name, "beaten", f"{how} {rival}: {ratios}", rival)
         return self.advice.out
+
+    def _settled(self, rounds: Rounds) -> Collection[str]:
+        return looks.settled(rounds.arms, self.config.compare) | self.advice.out.keys()
 
     def rounds(self, names: Sequence[str], seconds: float, fewest: int, settled: Settled, **settings: Any) -> None:
         """Measure rounds of the baseline, its control and these candidates, at least ``fewest``, until all are

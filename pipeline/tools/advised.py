@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from pipeline.comparison import sessions, stats
 from pipeline.comparison.racing import RACED, Race, Ratios, foremost, gain, interaction
-from pipeline.comparison.sessions import column
 from pipeline.comparison.stats import Difference
 from pipeline.errors import count, say
 from pipeline.pages import render
@@ -31,6 +30,8 @@ class LeftOut(Record):
 
     kind: Kind
     why: str
+    rival: str = ""
+    """What it is beaten by."""
 
 
 class Advice(Document):
@@ -65,13 +66,17 @@ class Advice(Document):
 
     def tried(self, *, apart: bool) -> list[str]:
         """Return the candidates that are tried: those that train as the baseline does, or those that change it."""
-        untried = {name for name, left_out in self.out.items() if left_out.kind == "untried"}
-        return [one.name for one in self.candidates.values() if bool(one.apart) is apart and one.name not in untried]
+        alike = (one.name for one in self.candidates.values() if bool(one.apart) is apart)
+        return [name for name in alike if self.kind(name) != "untried"]
 
     def unfinished(self) -> Bench | None:
         """Return the bench that an interrupt ended, if any."""
         last = self.final if self.finalists else next(reversed(self.benches), None)
         return last if last and last.interrupted else None
+
+    def kind(self, name: str) -> Kind | Literal[""]:
+        """Return why a candidate is left out; empty if it is not."""
+        return self.out[name].kind if name in self.out else ""
 
     def state(self, name: str) -> str:
         """Say whether a candidate is still measured, and why not."""
@@ -98,7 +103,7 @@ class Advice(Document):
         """Return the finalists' ratios in their own rounds, decided together by the rules of the bench."""
         if not (table := self.table()):
             return {}
-        names = [name for name in self.finalists if column(name) in table.arms]
+        names = [name for name in self.finalists if name not in self.out]  # one that failed is no advice
         of = {figure: table.compared(names, figure, figure.margin_in(self.compare.margins)) for figure in RACED}
         return {name: {figure: of[figure][name] for figure in RACED} for name in names}
 
@@ -179,7 +184,7 @@ def write(advice: Advice, directory: Path = REPORTS) -> None:
     for number, (name, of) in enumerate((standing | judged).items(), 2):
         bare = {} if name in judged else {"low": None, "high": None}  # all intervals would hide those of the finalists
         speed, memory = (of[figure].model_copy(update=bare) for figure in RACED)
-        if not advice.candidates[name].apart:
+        if not advice.candidates[name].apart and advice.kind(name) != "failed":
             spots.append(pictures.Spot(number, name, speed, memory, name in best))
     speeds = {name: gain(of, THROUGHPUT) for name, of in standing.items()}
     content: dict[str, Any] = {
