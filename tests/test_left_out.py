@@ -152,6 +152,8 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         task_of(sequences(), settings(class_weights=[1.0, 2.0]))
     with pytest.raises(ConfigError, match="class_weights: found balanced, which 'mean_squared_error' ignores"):
         parse({"train": {"task": "regression", "class_weights": "balanced"}, "variants": {"baseline": {}}})
+    with pytest.raises(ConfigError, match=r"class_weights: found \[0.0, 0.0\], with which nothing is learned"):
+        parse({"train": {"class_weights": [0, 0]}, "variants": {"baseline": {}}})
 
 
 def test_a_task_with_weights_reaches_other_processes() -> None:

@@ -32,8 +32,8 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
 
     Memory holds only a few chunks of rows and, for each row, what is needed to choose test samples and to count
     repeated inputs. Raises DataError if the raw files cannot be decoded, a split is empty, or values are NaN or
-    infinite. It also raises DataError if a training channel is constant, or if all training samples have the same
-    label.
+    infinite. It also raises DataError if a training channel is constant, if all training samples have the same label,
+    or if no test sample has one.
     """
     with whole_directory(out) as work:
         decoded = decode(config, raw, work)
@@ -45,6 +45,8 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         train_counts, test_counts = (_class_counts(split, decoded.classes) for split in (train, test))
         if decoded.classes and np.count_nonzero(train_counts) < 2:
             raise DataError(f"all training labels are {np.argmax(train_counts)}; classification needs two classes.")
+        if decoded.classes and not any(test_counts):
+            raise DataError(f"all labels of the test split are left out ({LEFT_OUT}), so it has no score.")
         of_task = [name for name in (*input_names(train), "targets") if name in train]
         description = Description(
             name=" ".join(filter(None, (config.fetch.dataset, decoded.version))),

@@ -327,6 +327,8 @@ def _own_code(train: Train) -> Iterator[str]:
         yield f"train.metric_over: found 'test_set', but {train.metric!r} is a score per sample; set 'samples'."
     if train.class_weights and (train.task, train.loss) not in sections.WEIGH_CLASSES:
         yield f"train.class_weights: found {train.class_weights}, which {train.loss!r} ignores; set null."
+    if train.class_weights and not any(train.class_weights):
+        yield f"train.class_weights: found {train.class_weights}, with which nothing is learned; give a class a weight."
     for key in ("beta2", "epsilon"):
         if train.optimizer == "sgd" and getattr(train, key) != Train.model_fields[key].default:
             yield f"train.{key}: found {getattr(train, key)}, which sgd ignores; take it out, or set optimizer: adamw."

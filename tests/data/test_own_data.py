@@ -143,6 +143,15 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ({"inputs": ROWS, "targets": np.arange(9) % 3 - 1}, "from -1 to 1 in the train targets, but .* 2 classes"),
         ({"inputs": ROWS, "targets": np.zeros(9, int)}, "all training labels are 0; classification needs two classes"),
         ({"inputs": ROWS, "targets": np.zeros((9, 2), int)}, "all training labels are 0; classification needs two"),
+        (
+            {
+                "inputs": ROWS,
+                "targets": np.arange(9) % 3,
+                "test_inputs": ROWS,
+                "test_targets": np.full(9, LEFT_OUT),
+            },
+            r"all labels of the test split are left out \(-100\)",
+        ),
         ({"inputs": TOKENS + (1 << 24), "targets": np.ones(5)}, r"channel 1 .*: float32 changes values by up to 1"),
         ({"inputs": ROWS * 1e300}, r"inputs has -?\d.*, which float32 cannot hold; scale"),
         ({"inputs": np.zeros((9, 3, 0))}, r"inputs: found float64 \[9, 3, 0\]\); expected numbers"),
