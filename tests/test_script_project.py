@@ -422,6 +422,16 @@ def test_each_seed_trains_and_finished_seeds_stay(
     assert again.runs[1].model_sha256 != run.model_sha256
 
 
+def test_an_evaluation_is_no_time_of_training(project: Path, trained: Callable[..., Config]) -> None:
+    """Long first steps are: only what comes later shows how long a step takes."""
+    waits = "time.sleep({2: 0.3, 3: 0.3, 7: 0.5}.get(options.sleep, 0.01)); options.sleep += 1"
+    (project / "train.py").write_text(SCRIPT.replace('time.sleep(options.sleep + settings["sleep"])', waits), "utf-8")
+    config = trained({"train": {"seeds": [0]}})
+    (run,) = results.read(results.result_file("baseline"), config).runs
+    assert run.evaluate_seconds == pytest.approx(0.5, abs=0.05)
+    assert run.train_seconds > 0.6
+
+
 def test_a_training_needs_the_present_files_in_environment_json(project: Path) -> None:
     config = parse(PARAMS)
     content = environment.fingerprint() | known(config, "config.json")

@@ -31,6 +31,9 @@ the optimizer whose steps count, in the order in which they are made (0: the fir
 OPENED = "opened"
 """The file in the folder to which the processes write the files that they open, if it exists."""
 PACKAGE = Path(__file__).resolve().parents[1]
+MOST_EVENTS = 1000
+"""After so many steps of a training to its end, the events of a GPU are read. The host's clock would not do: the host
+runs ahead of the GPU, and then waits for many steps at once."""
 SAMPLED = 4096
 """How many values of each parameter are compared with those of another arm."""
 
@@ -143,6 +146,9 @@ class Rank:
         if len(self.samples) == self.requested["steps"]:
             self.answer()
             self.wait()
+        elif self.requested["steps"] is None and len(self.samples) % MOST_EVENTS == 0:
+            self.clock.close(measured=True)
+            self.clock.open()
 
     def wait(self) -> None:
         """Wait for a request, and begin it. End this process if the connection is closed."""
@@ -153,8 +159,7 @@ class Rank:
         self.requested = json.loads(line)
         self.malloc["keep_freed_memory" if self.requested["keep"] else "return_freed_memory"]()
         if self.requested["anew"]:
-            # In a training to its end, there would be too many events of a GPU.
-            self.clock = self.windows["Clock"](self.device if self.requested["steps"] else self.torch.device("cpu"))
+            self.clock = self.windows["Clock"](self.device)
             self.memory, self.compiled = self.windows["Memory"](self.device), self.compile_seconds()
             self.waits = [0.0, 0.0]
         else:

@@ -123,14 +123,14 @@ def _trained(
             answer["clock"]["measured_seconds"] = sum(answer["clock"]["step_seconds"])
             answer["compile_seconds"] = 0.0
         measured = OpenArm(job, samples, answers=answers).measured()
-    seconds = answers[0]["clock"]["measured_seconds"] + first[0]["clock"]["measured_seconds"]
-    outside = seconds * (OUTSIDE.of(measured.window) or 0.0)
+    of_first, of_rest = (of[0]["clock"]["measured_seconds"] for of in (first, answers))
+    outside = of_rest * (OUTSIDE.of(measured.window) or 0.0)
     metric = script.metric
     say(f"{name} seed {seed}: {metric.name} {value:g} after {job.steps:,} steps")
     made = Run(
         **dict(measured.window), seed=seed, test_accuracy=score, test_correct=score, test_count=1, test_loss=None,
         train_loss=None, steps=job.steps, startup_seconds=None if seed != config.train.seeds[0] else startup,
-        first_step_seconds=None, train_seconds=seconds - outside, evaluate_seconds=outside, resumes=0,
+        first_step_seconds=None, train_seconds=of_first + of_rest - outside, evaluate_seconds=outside, resumes=0,
         model_sha256=json_sha256([answer["ended"] for answer in answers]),
         findings={} if metric.is_share else {metric.name: value},
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipeline.script import hook
 from tests.as_if_cuda import NAME, as_if_cuda
 from tests.hooked import hooked
 
@@ -38,19 +39,24 @@ def test_events_time_a_script_s_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (memory["retries"], gpus.waits) == (0, [])
 
 
-def test_a_training_to_its_end_keeps_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    with as_if_cuda() as gpus, hooked() as bed:
+def test_a_training_to_its_end_is_timed_by_few_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead of a GPU that takes 20 ms a step."""
+    monkeypatch.setattr(hook, "MOST_EVENTS", 4)
+    most = 0
+    with as_if_cuda(), hooked() as bed:
+        device_seconds = 0.0
+        monkeypatch.setattr(torch.cuda.Event, "record", lambda event: setattr(event, "_seconds", device_seconds))
         serving = bed.requests(None)
         model = torch.nn.Linear(8, 8, device="cuda")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in range(3):
-            if step:
-                monkeypatch.setattr(torch.cuda, "Event", None)
+        for step in range(11):
             model(torch.ones(8, 8, device="cuda")).sum().backward()
+            device_seconds += 0.02 * (step > 0)
             optimizer.step()
-        waits = [*gpus.waits]
+            most = max(most, len(bed.rank.clock._steps))
         bed.rank.end()
         serving.join()
     answer = bed.answers[1]
-    assert (answer["steps"], len(answer["clock"]["step_seconds"]), waits) == (3, 3, [])
+    assert answer["clock"]["step_seconds"] == pytest.approx([0.0, *[0.02] * 10])
+    assert (answer["steps"], most) == (11, 4)
     assert answer["memory"]["peak_bytes"] > 0
