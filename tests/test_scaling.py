@@ -374,6 +374,22 @@ def test_a_point_whose_rounds_were_rejected_is_unknown(tmp_path: Path) -> None:
     assert "| 2 | 256 | unknown | unknown, untrusted | unknown |" in (tmp_path / "scaling.md").read_text()
 
 
+def test_a_size_that_is_not_trusted_is_marked(tmp_path: Path) -> None:
+    measured = make_measured()
+    control = measured.bench.arms[-1]
+    scattered = (
+        window.model_copy(update={"samples_per_second": window.samples_per_second * (1 + 0.12 * (-1) ** number)})
+        for number, window in enumerate(control.samples)
+        if window.samples_per_second
+    )
+    arms = (*measured.bench.arms[:-1], control.model_copy(update={"samples": tuple(scattered)}))
+    measured = measured.model_copy(update={"bench": measured.bench.model_copy(update={"arms": arms})})
+    command.write(command.reported(parse({"variants": VARIANTS}), measured, [], price=None, link=None), tmp_path)
+    text = (tmp_path / "scaling.md").read_text()
+    assert "**ddp: use 2, 1.65 (1.55 to 1.75; size uncertain) times as fast as 1 for" in text
+    assert "would be projected to" not in text
+
+
 def test_one_gpu_gives_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     one = SERVER.model_copy(update={"gpus": 1})
