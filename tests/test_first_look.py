@@ -215,7 +215,11 @@ def test_a_terminal_asks_before_it_drops_and_redraws(
 
 @pytest.mark.parametrize(
     ("names", "minutes", "says"),
-    [(["slwo"], 5.0, r"try: found 'slwo', .* Did you mean slow\?"), ([], 0.0, "--minutes: found 0; expected a number")],
+    [
+        (["slwo"], 5.0, r"try: found 'slwo', .* Did you mean slow\?"),
+        ([], 0.0, "--minutes: found 0; expected a number"),
+        ([], float("inf"), "--minutes: found inf; expected a number"),
+    ],
 )
 def test_a_wrong_argument_is_refused(trying: Callable[..., Try], names: list[str], minutes: float, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -8,7 +8,6 @@ batch that a process would have there.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -59,8 +58,8 @@ def run(
     here. Raises PipelineError, and KeyboardInterrupt, whose message says what is kept.
     """
     for option, value in ("price", price), ("minutes", minutes):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"--{option}: found {value:g}; expected a number above 0.")
+        if value is not None and not 0 < value <= 1e9:
+            raise ConfigError(f"--{option}: found {value:g}; expected a number above 0, at most 1e9.")
     if link not in (None, *probe.LINKS):
         raise ConfigError(f"--link: found {link!r}; expected one of {', '.join(probe.LINKS)}.")
     measured = _measured(config, machine, names, up_to, minutes)

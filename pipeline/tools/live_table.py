@@ -20,8 +20,8 @@ class LiveTable:
 
     def __init__(self, command: str, minutes: float, age_seconds: float) -> None:
         """``age_seconds``: how long ago the process started. Raises ConfigError."""
-        if not minutes > 0:  # NaN is not above 0
-            raise ConfigError(f"--minutes: found {minutes:g}; expected a number above 0.")
+        if not 0 < minutes <= 1e6:  # NaN is not
+            raise ConfigError(f"--minutes: found {minutes:g}; expected a number above 0, at most 1e6.")
         self.seconds = 60 * minutes
         self._command, self._started, self._drawn = command, time.monotonic() - age_seconds, 0
 
