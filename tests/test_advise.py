@@ -334,6 +334,22 @@ def test_the_largest_batches_stand_apart(
     assert "- channels_last: a step would need 256 GiB." in said
 
 
+def test_a_combination_must_fit_into_the_memory(
+    advised: Callable[..., Advised], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of two together needs 9 GiB, of each alone 1 GiB."""
+
+    def estimated(_: Config, plan: Plan, __: Path) -> SimpleNamespace:
+        peak = SimpleNamespace(peak_bytes=9 << 30 if "--" in plan.name else 1 << 30)
+        return SimpleNamespace(ledger=lambda _: peak, largest_batch=lambda _: 1)
+
+    monkeypatch.setattr(candidates, "estimated", estimated)
+    arms = {"channels_last": Known(step=0.03), "foreach_optimizer": Known(step=0.035)}
+    for memory, combines in (("8GiB", False), (None, True)):
+        advice = advised(**arms).run("speed", memory=memory)
+        assert any(one.made_of for one in advice.candidates.values()) is combines
+
+
 def test_of_two_as_lean_the_faster_is_taken(advised: Callable[..., Advised]) -> None:
     lean, fast = (
         make_arm("lean", throughput=0.3, memory=0.4, noise=0.3),
@@ -423,7 +439,7 @@ def test_what_excludes_another_is_not_combined(second: dict[str, Any], settings:
     first = candidates.Candidate(name="first", added={"channels_last": True}, techniques=("channels_last",))
     technique = next(iter(second.values())) if "precision" in second else next(iter(second))
     other = candidates.Candidate(name="second", added=second, techniques=(technique,))
-    made = candidates.combined(parse(PARAMS), CPU_ONLY, first, other)
+    made = candidates.combined(parse(PARAMS), CPU_ONLY, first, other, Path())
     assert (made and made.added) == settings
 
 

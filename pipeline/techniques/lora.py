@@ -1,8 +1,9 @@
 """LoRA: train low-rank changes of linear layers, while the layers themselves stay as they are.
 
-``peft.inject_adapter_in_model`` would save eight lines. But it renames a layer's ``weight`` to ``base_layer.weight``, so
-patterns that fit the other variants match nothing; it moves the factors in a way that fake tensors refuse, so memory could
-not be predicted; and each process would import ``transformers``, ``accelerate``, ``bitsandbytes`` and ``torchao``.
+``peft.inject_adapter_in_model`` would save eight lines. But it renames a layer's ``weight`` to ``base_layer.weight``,
+so patterns that fit the other variants match nothing; it moves the factors in a way that fake tensors refuse, so memory
+could not be predicted; and each process would import ``transformers``, ``accelerate``, ``bitsandbytes`` and
+``torchao``.
 """
 
 from __future__ import annotations

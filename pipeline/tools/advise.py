@@ -192,11 +192,12 @@ class Adviser:
     def combinations(self, leaders: Sequence[str], most: int = AT_ONCE) -> list[str]:
         """Return the next combinations of a leader with one more technique that gains something, no more than
         ``most``."""
-        standing, known = self._standing(), self.advice.candidates
+        standing, known, memory = self._standing(), self.advice.candidates, self.advice.memory
+        fits = PREPARED, parse_bytes(memory) if memory else 0
         alone = [known[name] for name in gaining(standing) if not known[name].made_of]
         pairs = dict[str, Candidate]()
         for partner, leader in product(alone, leaders):
-            pair = candidates.combined(self.config, self.machine, known[leader], partner)
+            pair = candidates.combined(self.config, self.machine, known[leader], partner, *fits)
             if pair and pair.name not in standing and pair.name not in self.advice.out and len(pairs) < most:
                 pairs[pair.name] = pair
         self.update(candidates={**known, **pairs})

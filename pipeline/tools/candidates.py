@@ -60,8 +60,7 @@ def alone(
             candidate = _candidate(base, entry, value)
             try:
                 plan = _runnable(config, machine, base, entry, candidate, shares=bool(only))
-                if memory_bytes:
-                    _check_memory(config, plan, memory_bytes, prepared)
+                _check_memory(config, plan, memory_bytes, prepared)
             except ConfigError as error:
                 untried[candidate.name] = first_line(error)
             else:
@@ -117,22 +116,29 @@ def planned(config: Config, machine: Machine, name: str, added: Mapping[str, Any
     return plan_of(config.model_copy(update={"variants": asked.variants}), name, machine)
 
 
-def combined(config: Config, machine: Machine, first: Candidate, second: Candidate) -> Candidate | None:
-    """Return both candidates together; None if they exclude each other or one contains the other."""
+def combined(
+    config: Config, machine: Machine, first: Candidate, second: Candidate, prepared: Path, memory_bytes: int = 0
+) -> Candidate | None:
+    """Return both candidates together; None if they exclude each other, if one contains the other, or if a step is
+    predicted not to fit into the memory (0: any)."""
     added = first.added | second.added
     if added != second.added | first.added or added in (first.added, second.added):
         return None
     name = "--".join(sorted({*first.name.split("--"), *second.name.split("--")}))
     techniques = tuple(dict.fromkeys((*first.techniques, *second.techniques)))
     with suppress(ConfigError):
-        if not planned(config, machine, name, added).skipped.keys() & {*techniques}:
+        plan = planned(config, machine, name, added)
+        _check_memory(config, plan, memory_bytes, prepared)
+        if not plan.skipped.keys() & {*techniques}:
             return Candidate(name=name, added=added, techniques=techniques, made_of=(first.name, second.name))
     return None
 
 
 def _check_memory(config: Config, plan: Plan, memory_bytes: int, prepared: Path) -> None:
-    """Raise ConfigError if a step does not fit into the memory; not if it cannot be predicted or cannot run, which is
-    left to the measurement."""
+    """Raise ConfigError if a step does not fit into the memory (0: any); not if it cannot be predicted or cannot run,
+    which is left to the measurement."""
+    if not memory_bytes:
+        return
     peak_bytes = 0
     with suppress(PipelineError):
         peak_bytes = estimated(config, plan, prepared).ledger(plan.micro_batch_size).peak_bytes
