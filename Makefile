@@ -36,6 +36,7 @@ rehearse: .venv/installed-dev  # tests the code for GPUs on a simulated GPU: tes
 	$(PYTEST) tests/rehearsal tests/test_as_if_cuda.py
 	$(PYTEST) -m 'gpu or rehearsal' --ignore=tests/rehearsal
 
+coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
 coverage: .venv/installed-dev  # prints which branches of pipeline/ the tests of `make test` do not take, processes included
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest --numprocesses=auto --dist=worksteal -m 'not slow and not rehearsal and not weekly'

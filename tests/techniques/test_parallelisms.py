@@ -87,7 +87,8 @@ CASES = {
     "tensor, transformer": Case(TENSOR | TWICE, uncut(SmallTransformer, MLPS), SmallTransformer, alone=TWICE),
     # The number of micro-batches is not always a multiple of the number of stages.
     "gpipe, 4": staged(4, schedule="gpipe"),
-    "1f1b, 4": staged(4, train=CLIPPED_ADAMW),
+    # Without BatchNorm: the gradient of a bias before it is zero but for rounding, which Adam makes a full step.
+    "1f1b, 4": staged(4, net=plain_headed_net, train=CLIPPED_ADAMW),
     "gpipe, 3": staged(3, 90, schedule="gpipe"),
     "1f1b, 5": staged(5, 90),
     "pipeline, checkpointed": staged(4, activation_checkpointing=True),
