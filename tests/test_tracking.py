@@ -289,14 +289,16 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
 def test_scaling_curves_stand_beside_the_report(root: Path) -> None:
     config, measured = config_of(), make_measured()
 
-    def write_curves(job: dict[str, Any]) -> None:
-        bench = measured.bench.model_copy(update={"config": measured.bench.config | {"train": job}})
+    def write_curves(job: dict[str, Any], **of_bench: Any) -> None:
+        bench = measured.bench.model_copy(update={"config": measured.bench.config | {"train": job}, **of_bench})
         of_job = measured.model_copy(update={"bench": bench})
         scale.write(scale.reported(config, of_job, [], price=None, link=None), root / "reports")
 
-    write_curves(config.job | {"epochs": 100})  # of another job
-    tracking.publish(config, root)
-    assert not [key for key in family(root)[0].data.metrics if "/scale/" in key]
+    other_data = known(measured.bench.dataset).model_copy(update={"train_count": 9})
+    for job, of_bench in (config.job | {"epochs": 100}, {}), (config.job, {"dataset": other_data}):
+        write_curves(job, **of_bench)
+        tracking.publish(config, root)
+        assert not [key for key in family(root)[0].data.metrics if "/scale/" in key]
     write_curves(config.job)
     tracking.publish(config, root)
     parent, _ = family(root)
@@ -311,7 +313,10 @@ def test_advice_of_the_job_stands_beside_the_report(root: Path) -> None:
     advice = Advice(
         baseline="baseline", compare=config.compare, candidates={},
         benches=(bench.model_copy(update={"config": bench.config | {"train": config.job}}),),
-        ratios={"bf16 + compile": {"samples_per_second": make_ratio(1.2, 1.1, 1.3)}},
+        ratios={
+            "bf16 + compile": {"samples_per_second": make_ratio(1.2, 1.1, 1.3)},
+            "compile": {"samples_per_second": make_ratio(1.2, 1.1, 1.3).model_copy(update={"why_untrusted": "noise"})},
+        },
     )  # fmt: skip
     for ending in ("json", "md"):
         (root / "reports" / f"advice.{ending}").write_text(advice.to_json(), encoding="utf-8")
@@ -323,6 +328,7 @@ def test_advice_of_the_job_stands_beside_the_report(root: Path) -> None:
         if name.startswith("advice/bf16 _ compile/samples_per_second_ratio_")
     }
     assert ratio == {"estimate": 1.2, "low": 1.1, "high": 1.3}
+    assert not [name for name in parent.data.metrics if name.startswith("advice/compile/")]
     kept = [file.path for file in client_of(root).list_artifacts(parent.info.run_id, "advice")]
     assert kept == ["advice/advice.json", "advice/advice.md"]
 

@@ -128,7 +128,8 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     folder = root / results.INFERENCE
     inference = _existing({name: results.inference_file(name, "json", folder) for name in config.infer.variants})
     existing = (file for name in PAGES if (file := root / results.REPORTS / f"{name}.json").exists())
-    further = [file for file in existing if _is_of_job(config.job, read_json(file))]
+    data = measured[0].model_dump(mode="json", include={"dataset"})["dataset"]
+    further = [file for file in existing if _is_of_job(config.job, data, read_json(file))]
     shown = [*report_files(root), *profiles.values(), *inference.values(), *further]
     comparison = read_comparison(root)
     stale = _changed(comparison, measured, config.compare, root) if comparison else []
@@ -144,9 +145,9 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     )
 
 
-def _is_of_job(job: Mapping[str, Any], page: Mapping[str, Any]) -> bool:
+def _is_of_job(job: Mapping[str, Any], data: Any, page: Mapping[str, Any]) -> bool:
     benches = page["benches"] if "benches" in page else [page["measured"]["bench"]]
-    return any(bench["config"]["train"] == job for bench in benches)
+    return any((bench["config"]["train"], bench["dataset"]) == (job, data) for bench in benches)
 
 
 def read_comparison(root: Path) -> Comparison | None:

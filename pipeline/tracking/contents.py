@@ -337,15 +337,21 @@ def _figures_of_scaling(report: Mapping[str, Any]) -> Iterator[tuple[str, float]
         for point in curve["points"]:
             where = f"{curve['variant']}/scale/{curve['mode']}_{point['place']['processes']}"
             figures = {name: point[name] for name in ("samples_per_second", "peak_memory_bytes", "price", "money")}
-            figures |= {f"speedup_{end}": point["speedup"][end] for end in ("estimate", "low", "high")}
             yield from ((f"{where}/{name}", value) for name, value in figures.items() if value is not None)
+            yield from ((f"{where}/speedup_{end}", value) for end, value in _ends(point["speedup"]))
 
 
 def _figures_of_advice(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for candidate, ratios in report["ratios"].items():
         for figure, ratio in ratios.items():
-            ends = {end: ratio[end] for end in ("estimate", "low", "high") if ratio[end] is not None}
-            yield from ((allowed(f"advice/{candidate}/{figure}_ratio_{end}"), value) for end, value in ends.items())
+            name = allowed(f"advice/{candidate}/{figure}_ratio")
+            yield from ((f"{name}_{end}", value) for end, value in _ends(ratio))
+
+
+def _ends(ratio: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return what is known of a ratio whose size is trusted."""
+    ends = () if ratio["why_untrusted"] else ("estimate", "low", "high")
+    return [(end, ratio[end]) for end in ends if ratio[end] is not None]
 
 
 _FIGURES_OF_PAGE = {"scaling": _figures_of_scaling, "advice": _figures_of_advice}
