@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, Self
+from typing import IO, Any, Literal, Self
 
 from tqdm import tqdm
 
@@ -46,20 +46,6 @@ class ServerLost(BenchError):
 
 class OutOfTime(ServerLost):
     """A server did not answer before its ``deadline``, or within its ``limit``."""
-
-
-class Arms(Protocol):
-    """Whatever lets arms take steps on request; see ``Server`` for the requests. With the request "open_for_speed",
-    ``open`` also takes the argument ``memory``."""
-
-    @property
-    def requests(self) -> Collection[str]: ...
-
-    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None: ...
-
-    def turn(self, name: str, steps: int) -> None: ...
-
-    def close(self, name: str) -> dict[str, Any]: ...
 
 
 class Server(AbstractContextManager["Server"]):
@@ -184,11 +170,11 @@ class ArmSpec:
     role: Literal["variant", "aa_control", "with", "without"]
     variant: str
     technique: str | None
-    server: Arms
+    server: Server
     plan: dict[str, Any]
 
     @classmethod
-    def of_variant(cls, name: str, server: Arms, plan: dict[str, Any], label: str = "") -> ArmSpec:
+    def of_variant(cls, name: str, server: Server, plan: dict[str, Any], label: str = "") -> ArmSpec:
         """Return the arm of the variant ``name``, with this name or another ``label``."""
         return cls(label or name, "variant", name, None, server, plan)
 
