@@ -308,6 +308,13 @@ def test_scaling_curves_stand_beside_the_report(root: Path) -> None:
     assert kept == [f"scaling/scaling.{ending}" for ending in ("html", "json", "md")]
 
 
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"benches": 3}', '{"benches": [{"config": {}}]}'])
+def test_a_page_that_is_no_report_is_named(root: Path, text: str) -> None:
+    (root / "reports/scaling.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ResultError, match=r"reports/scaling.json is no report of this version .*: measure again"):
+        tracking.publish(config_of(), root)
+
+
 def test_advice_of_the_job_stands_beside_the_report(root: Path) -> None:
     config, bench = config_of(), make_bench()
     advice = Advice(

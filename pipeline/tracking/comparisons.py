@@ -129,7 +129,7 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     inference = _existing({name: results.inference_file(name, "json", folder) for name in config.infer.variants})
     existing = (file for name in PAGES if (file := root / results.REPORTS / f"{name}.json").exists())
     data = measured[0].model_dump(mode="json", include={"dataset"})["dataset"]
-    further = [file for file in existing if _is_of_job(config.job, data, read_json(file))]
+    further = [file for file in existing if _is_of_job(config.job, data, file)]
     shown = [*report_files(root), *profiles.values(), *inference.values(), *further]
     comparison = read_comparison(root)
     stale = _changed(comparison, measured, config.compare, root) if comparison else []
@@ -145,9 +145,14 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     )
 
 
-def _is_of_job(job: Mapping[str, Any], data: Any, page: Mapping[str, Any]) -> bool:
-    benches = page["benches"] if "benches" in page else [page["measured"]["bench"]]
-    return any((bench["config"]["train"], bench["dataset"]) == (job, data) for bench in benches)
+def _is_of_job(job: Mapping[str, Any], data: Any, file: Path) -> bool:
+    """Return whether the page in ``file`` has a bench of this job and data. Raises ResultError."""
+    try:
+        page = read_json(file)
+        benches = page["benches"] if "benches" in page else [page["measured"]["bench"]]
+        return any((bench["config"]["train"], bench["dataset"]) == (job, data) for bench in benches)
+    except (ValueError, LookupError, TypeError) as error:
+        raise ResultError(f"{file} is no report of this version ({error!r}): measure again, or remove it.") from None
 
 
 def read_comparison(root: Path) -> Comparison | None:
