@@ -117,6 +117,11 @@ def test_an_arm_is_arguments_variables_or_another_command() -> None:
         ("python 'train.py", ("a", "arguments", "--b"), "No closing quotation"),
         ("python a.py && python b.py", ("a", "arguments", "--b"), "script.command: found '&' .*no shell runs the comm"),
         ("python train.py", ("a", "arguments", "--b 2>&1"), "variants.a.arguments: found '>'"),
+        (
+            "python train.py",
+            ("compiled", "arguments", ""),
+            "--arm compiled: found nothing that it changes; expected NAME=",
+        ),
         ("python train.py", ("base", "arguments", "--b"), "--arm base: found the name twice; allowed: a new name"),
         ("python train.py", ("A b", "arguments", "--b"), "variants.A b"),
         ("python train.py", ("a", "command", "X=1"), "variants.a.command: found 'X=1'; expected a command"),

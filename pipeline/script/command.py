@@ -41,6 +41,8 @@ def config_of(
         "compare": {"baseline": BASE},
     }
     for name, key, text in arms:
+        if not text.strip():
+            raise ConfigError(f"--arm {name}: found nothing that it changes; expected NAME=ARGUMENTS.")
         if values["variants"].setdefault(name, {key: text}) != {key: text}:
             raise ConfigError(f"--arm {name}: found the name twice; allowed: a new name, and not {BASE}.")
     for setting in settings:
