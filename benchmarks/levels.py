@@ -27,7 +27,8 @@ from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import params
-from pipeline.benchmark.server import Server
+from pipeline.benchmark.rounds import calibrate
+from pipeline.benchmark.server import ArmSpec, Server
 
 LEVELS = ("servers", "processes", "turns")
 STEPS = 10
@@ -69,7 +70,8 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2) -> dic
             with Server(checkout.path) as server:
                 variants = {name: server.plan(name, values) for name, values in server.describe()["variants"].items()}
                 arms = {**variants, f"{baseline} again": variants[baseline]}
-                server.measure(baseline, variants[baseline], STEPS)  # starts the process from which arms are forked
+                first = ArmSpec.of_variant(baseline, server, variants[baseline])
+                calibrate(first, STEPS)  # starts the process from which arms are forked
                 timed("servers", began)
                 for again in range(processes):
                     began = time.perf_counter()

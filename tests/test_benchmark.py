@@ -681,8 +681,9 @@ def test_a_server_measures_and_names_what_it_cannot(workspace: Path) -> None:
         about = server.describe()
         sent = server.plan("calm", calm.model_dump(mode="json"))
         sent["train"]["learning_rate"] = 0.125  # an arm follows the plan that was sent
-        answer = server.measure("calm", sent, 8)
-        waiting = server.measure("waiting", server.plan("waiting", Variant().model_dump(mode="json")), 8)
+        plans = {"calm": sent, "waiting": server.plan("waiting", Variant().model_dump(mode="json"))}
+        arms = [ArmSpec.of_variant(name, server, plan) for name, plan in plans.items()]
+        answer, waiting = (calibrate(arm, 8).answer for arm in arms)
         sent["train"]["model"] = "broken:net"
         with pytest.raises(BenchError, match=r"(?s)calm cannot be measured.*planted"):
             server.open("calm", sent, 8)

@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from pipeline import processes, results
-from pipeline.benchmark.server import Server
+from pipeline.benchmark.rounds import calibrate
+from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.distributed import forked, launch, world
 from pipeline.distributed.worlds import STORE
 from pipeline.params import Config
@@ -83,7 +84,8 @@ def _train(config: Config) -> None:
 
 def _measure_as_bench_and_gate_do(_: Config) -> None:
     with Server() as server:
-        assert server.measure("ddp", server.plan("ddp", DDP), 20)["world_size"] == 2
+        arm = ArmSpec.of_variant("ddp", server, server.plan("ddp", DDP))
+        assert calibrate(arm, 20).answer["world_size"] == 2
 
 
 @pytest.mark.parametrize("do", [_train, pytest.param(_measure_as_bench_and_gate_do, marks=pytest.mark.slow)])

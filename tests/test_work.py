@@ -13,7 +13,8 @@ import torch
 import yaml
 
 from pipeline import cli
-from pipeline.benchmark.server import Server
+from pipeline.benchmark.rounds import calibrate
+from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.measurement import detectors
@@ -333,8 +334,9 @@ def test_half_of_each_batch_is_refused_by_training(
 def test_and_by_the_bench(workspace: Path) -> None:  # noqa: ARG001
     with Server() as server:
         plain, *halved = (
-            Window.model_validate(server.measure(name, server.plan(name, values_of(name)), 4)["window"])
+            Window.model_validate(calibrate(ArmSpec.of_variant(name, server, plan), 4).answer["window"])
             for name in ("baseline", "half", "later")
+            for plan in [server.plan(name, values_of(name))]
         )
     assert of_the_job(plain.rejections) == ()
     assert bool(plain.samples_per_second) is not bool(plain.rejections)

@@ -123,12 +123,6 @@ class Server(AbstractContextManager["Server"]):
         answer = self._ask("same_jobs", base=base, control=control)
         return {name: SameJob.model_validate(values) for name, values in answer.items()}
 
-    def measure(self, name: str, plan: dict[str, Any], steps: int) -> dict[str, Any]:
-        """Open an arm, let it take ``steps`` steps in one turn, and return what ``close`` returns."""
-        self.open(name, plan, steps)
-        self.turn(name, steps)
-        return self.close(name)
-
     def _ask(self, do: str, **request: Any) -> dict[str, Any]:
         questions, answers = self._process.stdin, self._process.stdout
         assert questions is not None

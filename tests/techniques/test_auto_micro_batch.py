@@ -12,7 +12,8 @@ import yaml
 from torch import nn
 
 from pipeline import environment, results
-from pipeline.benchmark.server import Server
+from pipeline.benchmark.rounds import calibrate
+from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import PipelineError
@@ -220,7 +221,8 @@ def test_the_bench_also_chooses_the_number_of_micro_batches(monkeypatch: pytest.
     Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with Server() as server:
-        answer = server.measure("tried", server.plan("tried", config.variants["tried"].model_dump(mode="json")), 5)
+        sent = server.plan("tried", config.variants["tried"].model_dump(mode="json"))
+        answer = calibrate(ArmSpec.of_variant("tried", server, sent), 5).answer
     assert (answer["micro_batches"], answer["batch_size"]) == (4, 32)
     assert answer["decided"] == {
         "auto_micro_batch": "4 micro-batches of 8 samples per process, because 16 did not fit into its memory"
