@@ -173,7 +173,8 @@ def arms_of(
         own, alone = f"{name}-{measured}", f"{name}-{measured if weak else number}-alone"
         single = {"replicas": 1, "scaling": "strong"} if number == 1 else {}
         plan = planned(own, whole, variant, processes=measured, **single)
-        is_modelled = number > 1 and _exchanging(plan) <= MODELLED
+        exchanging = {entry.name for entry in catalogue.in_effect(plan.applied) if entry.needs or entry.name in SHARED}
+        is_modelled = number > 1 and exchanging <= MODELLED
         if number > available and not is_modelled:
             continue
         plans[own] = plan
@@ -201,12 +202,6 @@ def arms_of(
             )
         )
     return tuple(places), plans
-
-
-def _exchanging(plan: Plan) -> set[str]:
-    """Return the plan's parallelism, and the techniques that need one."""
-    effective = catalogue.in_effect(plan.applied)
-    return {entry.name for entry in effective if entry.needs or entry.name == plan.applied.parallelism}
 
 
 def reported(
