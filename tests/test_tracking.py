@@ -616,6 +616,23 @@ def test_a_new_report_replaces_the_old_one(root: Path) -> None:
     assert agrees(root, config_of())
 
 
+def test_a_report_of_other_results_is_not_published(root: Path) -> None:
+    write_comparison(root)
+    tracking.publish(config_of(), root)
+    before, _ = family(root)
+    write_result(root, "ddp", speed=30_000.0)
+    tracking.publish(config_of(), root)
+    runs = [run for run in runs_of(root) if PARENT not in run.data.tags]
+    [parent] = [run for run in runs if run.info.run_id != before.info.run_id]
+    assert (parent.data.metrics, parent.data.tags.get(contents.NOTE)) == ({}, None)
+    files = {file.path for file in client_of(root).list_artifacts(parent.info.run_id)}
+    assert files == {"environment.json", "results"}
+    renewed = write_comparison(root)
+    tracking.publish(config_of(), root)
+    metrics = client_of(root).get_run(parent.info.run_id).data.metrics
+    assert metrics["ddp/samples_per_second"] == renewed.variants[1].figures["samples_per_second"]
+
+
 def test_the_parent_counts_the_sessions_that_are_trusted(root: Path) -> None:
     def said() -> str:
         return contents.parent_tags(config_of(), wanted_of(root), root)["sessions"]
@@ -644,7 +661,8 @@ def test_another_verdict_replaces_the_old_one_everywhere(root: Path) -> None:
             assert value == measured[name.partition("-")[0]][figure] != child.data.metrics[figure]
         assert child.data.metrics["median/train_seconds"] == 9.0
     write_comparison(root, comparison_of(root, rejected=8))
-    os.utime(root / "reports/comparison.json", (0, 0))  # as from a cache
+    for file in filter(Path.is_file, (root / "reports").rglob("*")):
+        os.utime(file, (0, 0))  # as a link into a cache
     assert tracking.publish(config_of(), root) == tracking.Published(children=4)
     new, children = family(root)
     assert new.info.run_id == old.info.run_id

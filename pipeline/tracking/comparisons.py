@@ -84,9 +84,12 @@ class Wanted:
 
     key: str
     report: str
-    """Digest of the report's files, and of ``records``."""
+    """Digest of ``report_files``, and of the JSON files of profiles, inference and further pages, which every new
+    measurement changes."""
     children: Mapping[str, Child]
     """Key -> child, in the order of params.yaml and of the seeds."""
+    report_files: Sequence[Path] = ()
+    """The report's files; none if it is ``stale``."""
     profiles: Mapping[str, Path] = field(default_factory=dict)
     """Variant -> its profile.json."""
     inference: Mapping[str, Path] = field(default_factory=dict)
@@ -101,12 +104,6 @@ class Wanted:
     @property
     def name(self) -> str:
         return f"comparison-{self.key[:8]}"
-
-    @property
-    def records(self) -> list[Path]:
-        """The JSON files of profiles, inference and further pages. Every new measurement changes them, so these files
-        alone show whether something was measured anew."""
-        return [*self.profiles.values(), *self.inference.values(), *self.pages]
 
 
 def wanted(config: Config, root: Path) -> Wanted | None:
@@ -130,13 +127,15 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     existing = (file for name in PAGES if (file := root / results.REPORTS / f"{name}.json").exists())
     data = measured[0].model_dump(mode="json", include={"dataset"})["dataset"]
     further = [file for file in existing if _is_of_job(config.job, data, file)]
-    shown = [*report_files(root), *profiles.values(), *inference.values(), *further]
     comparison = read_comparison(root)
     stale = _changed(comparison, measured, config.compare, root) if comparison else []
+    report = [] if stale else report_files(root)
+    shown = [*report, *profiles.values(), *inference.values(), *further]
     return Wanted(
         key=json_sha256([LAYOUT, *sorted(results.digest(result) for result in measured)]),
         report=json_sha256([REPORT_LAYOUT, *([file.name, file_sha256(file)] for file in shown)]),
         children={child.key: child for child in children},
+        report_files=report,
         profiles=profiles,
         inference=inference,
         pages=further,

@@ -81,7 +81,7 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
     origins = [_origin_of(child.result, root) for child in wanted.children.values()]
     tags = {name: " ".join(sorted({origin[name] for origin in origins if name in origin})) for name in origins[0]}
     tags |= flatten({"compare": config.compare.model_dump(mode="json")})
-    if (note := root / results.REPORTS / "comparison.md").exists():  # MLflow shows it as the run's description
+    if (note := root / results.REPORTS / "comparison.md") in wanted.report_files:  # MLflow shows it as a description
         tags[NOTE] = _cut(read_text(note))
     for variant, record in wanted.profiles.items():
         findings = results.read_values(record, variant)["findings"]
@@ -289,29 +289,28 @@ def compared_points(compared: Compared, known: Mapping[str, float]) -> Iterator[
             yield Point(key, value, now, 0)
 
 
-def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable[str] = ()) -> Iterator[Point]:
+def parent_points(wanted: Wanted, known: Iterable[str] = ()) -> Iterator[Point]:
     """Yield the comparison's figures, named ``<variant>/<figure>``: the content of ``reports/metrics``, the shares of a
     profiled step, and the figures of inference, scaling and advice.
 
     ``known``: the metrics that the store holds already. MLflow cannot delete a metric, so a metric that no longer
-    has a value is logged as NaN. ``timestamp_ms``: when the last run ended. If a file was written later, the
-    metrics get the time of the newest file, because MLflow shows a metric's latest value.
+    has a value is logged as NaN; but those of a report stay while the files have a stale one.
     """
-    folder = root / results.REPORTS / "metrics"
-    files = [file for child in wanted.children.values() if (file := folder / f"{child.variant}.json").exists()]
-    youngest = max([timestamp_ms, *(round(file.stat().st_mtime * 1000) for file in [*files, *wanted.records])])
+    from pipeline.report import metrics  # takes a while, and most calls of publish write nothing
+
+    now = round(time.time() * 1000)  # MLflow shows a metric's latest value
     figures = {
-        f"{file.stem}/{name}": value
-        for file in files
-        for name, value in read_json(file).items()
+        f"{compared.variant}/{name}": value
+        for compared in (wanted.comparison.variants if wanted.comparison else ())
+        for name, value in metrics(compared).items()
         if isinstance(value, int | float)
     }
     for variant, record in (*wanted.profiles.items(), *wanted.inference.items()):
         figures |= _figures_of(variant, results.read_values(record, variant))
     for page in wanted.pages:
         figures |= _FIGURES_OF_PAGE[page.stem](read_json(page))
-    for key, value in {**dict.fromkeys(known, math.nan), **figures}.items():
-        yield Point(key, float(value), youngest, 0)
+    for key, value in {**({} if wanted.stale else dict.fromkeys(known, math.nan)), **figures}.items():
+        yield Point(key, float(value), now, 0)
 
 
 def run_times(child: Child) -> tuple[float, float]:

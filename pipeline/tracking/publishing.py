@@ -187,11 +187,11 @@ def _say_what_is_compared(wanted: Wanted, store: Store) -> None:
 def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) -> None:
     client, root = store.client, store.root
     ended_ms = round(max(contents.run_times(child)[1] for child in wanted.children.values()) * 1000)
-    points = contents.parent_points(wanted, root, ended_ms, client.get_run(run_id).data.metrics)
+    points = contents.parent_points(wanted, client.get_run(run_id).data.metrics)
     tags = contents.origin_tags(root, "publish") | contents.parent_tags(config, wanted, root)
     store.log(run_id, points, contents.parent_params(wanted), tags)
     folders: dict[str | None, Sequence[Path]] = {
-        None: comparisons.report_files(root) + comparisons.context_files(root),
+        None: [*wanted.report_files, *comparisons.context_files(root)],
         "results": sorted({child.result_file for child in wanted.children.values()}),
         **{
             f"profiles/{name}": [record.with_name(file) for file in PROFILE] for name, record in wanted.profiles.items()
