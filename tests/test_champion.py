@@ -118,6 +118,21 @@ def test_within_a_session_its_rounds_choose_for_each_other() -> None:
     assert known(champion.head_to_head).decision in ("same", "undecided")
 
 
+def test_memory_that_few_rounds_measured_has_a_gain() -> None:
+    """On a CPU, rounds leave out memory once it is known."""
+    bench = session(1, memory={"one": 0.5, "two": 0.6})
+    unmeasured = {"peak_memory_bytes": None, "peak_memory_rank_bytes": ()}
+    arms = [
+        arm.model_copy(
+            update={"samples": (*arm.samples[:3], *(of.model_copy(update=unmeasured) for of in arm.samples[3:]))}
+        )
+        for arm in bench.arms
+    ]
+    gain = known(best(bench.model_copy(update={"arms": tuple(arms)})).ratio)
+    assert gain.estimate == pytest.approx(0.5, rel=0.001)
+    assert (gain.pairs, gain.decision) == (3, "better")
+
+
 def test_settled_early_two_differ_by_equal_arms_until_then() -> None:
     """In later rounds, the control's speed varies. This says nothing about the rounds in which the two took part."""
 

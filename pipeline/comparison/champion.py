@@ -15,7 +15,6 @@ from pipeline.comparison import stats, verdicts
 from pipeline.comparison.comparison_file import Champion
 from pipeline.comparison.sessions import SampleTable, SharedRounds, column, combined
 from pipeline.comparison.stats import Difference
-from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.results.figures import QUANTITIES, Figure
 
 
@@ -99,13 +98,14 @@ def _gain(first: str, ratios: Mapping[str, Difference], table: SampleTable, quan
         session = next(session for session in table.sessions if session.start_utc in starts)
         rounds = session.rounds(*map(column, ratios))
         figures = _figures(rounds, list(ratios), quantity) if rounds else None
-        if rounds is None or figures is None or figures.shape[1] < FEWEST_PAIRS:
+        if rounds is None or figures is None or figures.shape[1] < quantity.fewest_pairs:
             return None
         reference, candidates = figures[0], figures[1:]
         chosen = choices(sign * np.log(candidates / reference), middle=np.median)
         above = [candidates[best, index] for index, best in enumerate(chosen)]
         noise, heap = rounds.noise(quantity), verdicts.heap_doubt(quantity, *rounds.arms.values())
-        gain = verdicts.of_rounds(list(zip(above, reference, strict=True)), noise, fixed=heap)
+        pairs = list(zip(above, reference, strict=True))
+        gain = verdicts.of_rounds(pairs, noise, fixed=heap, fewest=quantity.fewest_pairs)
     gain = no_narrower(gain, ratios[first])
     decision = stats.decide(gain, margin, higher_is_better=quantity.higher_is_better)
     return gain.model_copy(update={"margin": margin, "decision": decision, "parts": parts})

@@ -186,7 +186,7 @@ def judge(
         if [_mostly_known(arm, figure) for arm in pairs[name]] == [False, True]
     ]
     unseen = [
-        f"{row.variant}: it is unclear whether {figure.noun} is worse by {must_see:.0%}"
+        f"{row.variant}: it is unclear whether {figure.noun} is worse by {100 * must_see:g}%"
         for row in held
         for figure, ratio in row.ratios.items()
         if not _excludes(ratio, figure, must_see)

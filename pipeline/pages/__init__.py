@@ -3,6 +3,7 @@ every page, in pictures and in MLflow."""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -70,10 +71,13 @@ def marked(text: str) -> Any:
 
 
 def number(value: float | None, unit: str = "", digits: int = 3) -> str:
-    """Return ``value`` and its unit. The number has ``digits`` digits, or more if its integer part has more."""
+    """Return ``value`` and its unit. The number has ``digits`` digits, or more if its integer part has more. Below 0.1,
+    zeros behind the point are no digits, so that no value but 0 looks like 0."""
     if value is None:
         return UNKNOWN
     magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 1
+    if 0 < abs(value) < 0.1:
+        magnitude = 2 + math.floor(math.log10(abs(value)))
     text = f"{value:,.{max(0, digits - magnitude)}f}".replace("-", MINUS)
     return f"{text}{JOINED if unit else ''}{unit}"
 
@@ -99,17 +103,17 @@ def of_figure(figure: Figure, value: float | None, unit: Unit) -> str:
 
 def price(value: float | None) -> str:
     """Return an amount of money, in whatever currency, with three digits."""
-    return UNKNOWN if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+    return UNKNOWN if value is None else f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def size(value: float | None) -> str:
-    """Return ``value`` bytes as text, in the largest unit that is not larger than ``value``."""
+    """Return ``value`` bytes as text, in the largest unit that is not larger than its absolute value."""
     if value is None:
         return UNKNOWN
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= unit:
+        if abs(value) >= unit:
             return number(value / unit, name)
-    return f"{value:g}{JOINED}B"
+    return f"{fixed(value, 0)}{JOINED}B"
 
 
 def scaled(value: float | None, unit: str) -> str:

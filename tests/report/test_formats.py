@@ -21,7 +21,12 @@ def ratio(**changes: Any) -> Difference:
     [
         (pages.number(20_000.4, "samples/s"), "20,000 samples/s"),
         (pages.number(12.345, "ms"), "12.3 ms"),
+        (pages.number(0.0042), "0.0042"),
+        (pages.number(-0.05), "-0.050"),
         (pages.number(None, "ms"), "unknown"),
+        (pages.price(999.4), "999"),
+        (pages.price(999.7), "1,000"),
+        (pages.size(-5 * 2**20), "-5.00 MiB"),
         (pages.size(0), "0 B"),
         (pages.size(88 * 2**10), "88.0 KiB"),
         (pages.size(200 * 2**20), "200 MiB"),
