@@ -172,6 +172,16 @@ def test_a_gate_without_support_is_not_confirmed(
         gate.confirm(config)
 
 
+def test_what_no_variant_shows_all_together_do_not_show() -> None:
+    """Each variant lacks more than half of its rounds, but not the same ones."""
+    base = [arm("base baseline", rejected=range(4)), arm("base ddp", rejected=range(4, 8))]
+    head = [arm("head baseline", rejected=range(4, 8)), arm("head ddp", rejected=range(8, 12))]
+    sides = rounds_of_sides([*base, control_of("baseline", rejected=range(4))], head, Compare(), COST)
+    judgement = judge(sides, {}, Compare(), 0.1)
+    assert [speed for speed, _ in decisions(judgement).values()] == ["untrusted", "untrusted", "same"]
+    assert (judgement.outcome, judgement.hidden, judgement.unseen) == ("untrusted", (), ())
+
+
 @pytest.mark.parametrize(
     ("head", "decided", "outcome"),
     [

@@ -261,7 +261,8 @@ def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
     decisions: dict[str, set[Decision]] = {}
     for row in held:
         for noun, difference in row.known.items():
-            decisions.setdefault(noun, set()).add(difference.decision)
+            if row.variant != TOGETHER or difference.decision == "worse":  # a mean makes no variant trusted
+                decisions.setdefault(noun, set()).add(difference.decision)
     if any("worse" in of_rows for of_rows in decisions.values()):
         return "worse"
     if {"untrusted"} in decisions.values() or hides:

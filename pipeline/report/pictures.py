@@ -311,7 +311,8 @@ class Spot(NamedTuple):
 
 
 def front_of(spots: Sequence[Spot], absent: Sequence[str] = ()) -> Front | None:
-    """Return the plot of variants; None for fewer than two."""
+    """Return the plot of the variants whose ratios are known; None for fewer than two."""
+    spots = [spot for spot in spots if all(not ratio or ratio.estimate for ratio in (spot.throughput, spot.memory))]
     if len(spots) < 2:
         return None
     across = _ratio_scale(spot.throughput for spot in spots)

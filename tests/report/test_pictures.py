@@ -6,8 +6,8 @@ from pipeline.report import pictures
 from pipeline.report.facts import LEDGER_PARTS
 from pipeline.report.pictures import Scale
 from pipeline.results import HistoryRow
-from tests.factories import known, make_history, make_results
-from tests.report.conftest import REASON, Made, made
+from tests.factories import known, make_bench, make_comparison, make_history, make_results
+from tests.report.conftest import REASON, Made, made, without_memory
 
 
 def digits(value: float, decimals: int) -> str:
@@ -87,6 +87,11 @@ def test_stacked_bars_add_up_to_the_peak(usual: Made) -> None:
         assert measured.tensors == pytest.approx(100 * ledger_of.measured.tensors_bytes / (1.02 * largest), abs=0.01)
         assert predicted.tensors is None
     assert "communication" not in drawn.parts  # no ledger has bytes for communication
+
+
+def test_unknown_memory_is_not_drawn() -> None:
+    measured = make_results()
+    assert pictures.front(make_comparison(measured, without_memory(make_bench(measured)))) is None
 
 
 def test_the_front_goes_through_undominated_variants(usual: Made) -> None:
