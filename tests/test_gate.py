@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -719,7 +719,7 @@ def test_a_variant_that_the_head_lacks_is_added(tmp_path: Path) -> None:
     own = {"by-file": {"distillation": {"teacher": "./weights"}}}
     students = {"taught": {"distillation": {"teacher": "baseline"}}}
     effective = configured(variants={"baseline": {}} | own, students=students)
-    settings.require(tmp_path, effective, configured(variants={"baseline": {}}))
+    assert settings.require(tmp_path, effective, effective.model_dump(), ["by-file", "taught"])
     written = yaml.safe_load((tmp_path / "params.yaml").read_text(encoding="utf-8"))
     assert (list(written["variants"]), list(written["students"])) == (["baseline", "by-file"], ["taught"])
     assert load(tmp_path / "params.yaml").train == before
@@ -790,7 +790,7 @@ def test_a_change_cannot_loosen_its_own_gate(tmp_path: Path) -> None:
         usual.compare,
     )
     (tmp_path / "params.yaml").write_text("variants: {baseline: {}}\n", encoding="utf-8")
-    settings.require(tmp_path, effective, configured(**LOOSE))
+    assert settings.require(tmp_path, effective, configured(**LOOSE).model_dump())
     asked = yaml.safe_load((tmp_path / "params.yaml").read_text(encoding="utf-8"))
     assert asked == {"variants": {"baseline": {}}, "bench": {"max_foreign_load": 0.1, "max_input_wait": 0.5}}
 
@@ -802,6 +802,44 @@ def test_a_change_may_be_stricter_than_its_base() -> None:
     assert decided(base, described("b"), SLOWER).margins == Margins()
     effective = settings.judging(configured(), base.about, "main")
     assert (effective.gate, effective.bench) == (configured().gate, configured().bench)
+
+
+class Arms(ExitStack):
+    """A server that knows the limit of its params.yaml, as read at its start."""
+
+    def __init__(self, root: Path, _: Path) -> None:
+        super().__init__()
+        self.root = root
+        self.restart()
+
+    def restart(self) -> None:
+        self.limit = load(self.root / "params.yaml").bench.max_foreign_load
+
+    def describe(self) -> dict[str, Any]:
+        about = described(self.root.name).about
+        return about | {"bench": about["bench"] | {"max_foreign_load": self.limit}}
+
+
+@pytest.mark.parametrize(("base", "head"), [(0.5, 0.2), (0.2, 0.5)])
+def test_both_sides_reject_by_the_stricter_limit(
+    base: float, head: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    sides = tuple(Copy(tmp_path / side) for side in ("base", "head"))
+    for (root, _), limit in zip(sides, (base, head), strict=True):
+        write_text(root / "params.yaml", f"variants: {{baseline: {{}}}}\nbench: {{max_foreign_load: {limit}}}\n")
+    unused = ("checked_out", "commit_of", "check_arms", "dvc", "check", "_compared", "_rounds", "gated")
+    fakes: dict[str, Any] = dict.fromkeys(unused, lambda *_, **__: "") | {
+        "copies": lambda _: nullcontext(sides),
+        "Server": Arms,
+        "accuracies_in": lambda *_: ({}, Unit()),
+        "arms_of": lambda _, of: limits.extend(server.limit for server, _ in of.values()),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(side_by_side, name, fake)
+    monkeypatch.setattr(environment, "read", lambda *_: {})
+    side_by_side.measured(configured(bench={"max_foreign_load": head}), "main")
+    assert limits == [0.2, 0.2]
 
 
 @pytest.mark.parametrize(

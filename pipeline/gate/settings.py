@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,23 +71,23 @@ def judging(config: Config, base: Mapping[str, Any], against: str) -> Config:
     return parse(values, f"{PARAMS_FILE}, with the stricter requirements of {against}")
 
 
-def require(root: Path, effective: Config, config: Config) -> None:
-    """Add the variants of ``effective`` and its limits for rejecting samples to the params.yaml of the head's copy.
+def require(root: Path, effective: Config, own: Mapping[str, Any], lacking: Collection[str] = ()) -> bool:
+    """Write the limits of ``effective`` for rejecting samples, and the variants that are ``lacking``, into the
+    params.yaml of a side's copy; return True if it changed.
 
-    ``root``: the head's copy. ``config``: the present content of its params.yaml.
+    ``root``: the copy. ``own``: sections of its params.yaml.
     """
-    lacking = effective.variants.keys() - config.variants
     limits = {key: getattr(effective.bench, key) for key in ("max_foreign_load", "max_input_wait")}
-    if lacking or any(getattr(config.bench, key) != value for key, value in limits.items()):
-        values = read_yaml(root / PARAMS_FILE)  # the other keys stay as written, because DVC compares them
-        for name in sorted(lacking):
-            section = "students" if effective.teacher_of(name) else "variants"
-            values.setdefault(section, {})[name] = effective.variants[name].model_dump(mode="json")
-        values["bench"] = {**values.get("bench", {}), **limits}
-        text = json.dumps(
-            values, indent=2, ensure_ascii=False
-        )  # JSON is YAML whose texts are quoted, also the text 1e-3
-        (root / PARAMS_FILE).write_text(text, encoding="utf-8")
+    if not lacking and all(own["bench"][key] == value for key, value in limits.items()):
+        return False
+    values = read_yaml(root / PARAMS_FILE)  # the other keys stay as written, because DVC compares them
+    for name in sorted(lacking):
+        section = "students" if effective.teacher_of(name) else "variants"
+        values.setdefault(section, {})[name] = effective.variants[name].model_dump(mode="json")
+    values["bench"] = {**values.get("bench", {}), **limits}
+    text = json.dumps(values, indent=2, ensure_ascii=False)  # JSON is YAML whose texts are quoted, also the text 1e-3
+    (root / PARAMS_FILE).write_text(text, encoding="utf-8")
+    return True
 
 
 def differences(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:

@@ -80,7 +80,9 @@ def measured(config: Config, revision: str) -> Gated:
 
         base_server, base = opened(0, revision)
         effective = judging(config, base.about, revision)
-        require(roots[1], effective, config)
+        if require(roots[0], effective, base.about):
+            base_server.restart()
+        require(roots[1], effective, config.model_dump(mode="json"), effective.variants.keys() - config.variants)
         head_server, head = opened(1, "this work tree")
         check(base, head, effective, revision)
         names, unit = chosen(effective, base), Unit()
