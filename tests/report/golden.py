@@ -227,7 +227,11 @@ def inference() -> str:
         return about | {"why_not": None, "measured": measured | changes}
 
     absent = {"why_not": "it needs torchao, which is not installed: pip install torchao", "measured": None}
-    unknown = {"latency": {"p50_ms": 0.2, "p50_low_ms": 0.2, "p50_high_ms": 0.2, "p99_ms": None, "calls": 50}}
+    unknown: dict[str, Any] = {
+        "latency": {"p50_ms": 0.2, "p50_low_ms": 0.2, "p50_high_ms": 0.2, "p99_ms": None, "calls": 50}
+    }
+    large = {"joules_per_sample": 1_234.0, "low_joules_per_sample": 1_230.0, "high_joules_per_sample": 1_250.0}
+    slow = [throughput(size, 0.42, 1.0, "the machine changed", **large) for size in (1, 256)]
     remark = "torch.compile broke the graph 2 times"
     return render(
         "inference.md",
@@ -246,7 +250,7 @@ def inference() -> str:
                     form("exported", "cpu", (1.23, 1.23), file_bytes=123_456),
                     form("compiled", "cpu", (1.5, 1.5), remarks=[remark]),
                     form("int8", "cpu", (1.0, 1.0)) | absent,
-                    form("eager", "cuda", (1.2, 1.0), "the machine changed", **unknown),
+                    form("eager", "cuda", (1.2, 1.0), **unknown, throughput=slow),
                 ],
             }
         ),
