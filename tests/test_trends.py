@@ -75,6 +75,24 @@ def test_sessions_with_other_code_count_and_those_of_other_jobs_do_not() -> None
     assert [one.commit for one in (of_ddp.until, of_ddp.since)] == ["a" * 40, "b" * 40]
 
 
+@pytest.mark.parametrize("changed", ["memory", "ddp"])
+def test_a_session_counts_once_for_each_code(changed: str) -> None:
+    """Benches of one session: the first and the last have the same code; the one between is of other code, or ``ddp``
+    is the same in all three."""
+    keys = dict.fromkeys(("baseline", "ddp", "memory"), "before")
+    between = keys | {changed: "other"}
+    times = zip(("08:00", "08:20", "08:40"), (keys, between, keys), strict=True)
+    earlier = [
+        session(1, 1.5 + number / 100, keys=of).model_copy(
+            update={"session": make_session(f"2026-11-01T{at}", boot_id="boot-1", uptime_seconds=number)}
+        )
+        for number, (at, of) in enumerate(times, 1)
+    ]
+    benches = [session(2, 1.5), *earlier]
+    past = trends(table_of(benches, 0.15, {}), benches, Compare())[0].past
+    assert len(past) == (2 if changed == "memory" else 3)
+
+
 def test_history_names_the_change_and_its_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +13,7 @@ from pipeline.comparison.comparison_file import Change, Past, Trend
 from pipeline.comparison.sessions import SampleTable, distinct, table_of
 from pipeline.comparison.stats import Difference
 from pipeline.params import Compare
-from pipeline.results import Bench, sessions_of
+from pipeline.results import Bench
 from pipeline.results.figures import QUANTITIES, Figure
 
 FEWEST_SESSIONS = 2
@@ -29,21 +28,19 @@ def trends(table: SampleTable, benches: Sequence[Bench], settings: Compare) -> t
     The code may differ between sessions; the settings of a variant and of the baseline may not. Trends of fewer than
     two sessions are left out.
     """
-    present = table.bench
-    same_job = [bench for bench in distinct(benches) if _job(bench) == _job(present) and bench.keys != present.keys]
-    with_other_code = [table_of(group[::-1], settings.max_spread, {}) for group in _groups(same_job)]
-    drawn = []
+    present, drawn = table.bench, []
+    same_job = [bench for bench in reversed(distinct(benches)) if _job(bench) == _job(present)]
     for variant in [name for name in present.keys if name != present.baseline]:
         names = variant, present.baseline
-        counting = [
-            table_before
-            for table_before in with_other_code
-            if _of(table_before.bench.keys, names) != _of(present.keys, names)  # else ``table`` has it
-            and _of(_settings(table_before.bench), names) == _of(_settings(present), names)
-        ]
+        with_other_code: dict[tuple[str | None, ...], list[Bench]] = {}
+        for bench in same_job:
+            keys = tuple(map(bench.keys.get, names))
+            if keys != tuple(map(present.keys.get, names)) and _settings(bench, names) == _settings(present, names):
+                with_other_code.setdefault(keys, []).append(bench)  # ``table`` has those with the present code
+        tables = table, *(table_of(group, settings.max_spread, {}) for group in with_other_code.values())
         for figure in QUANTITIES:
             if margin := figure.margin_in(settings.margins):
-                past = [one for part in (table, *counting) for one in _past(part, *names, figure, margin)]
+                past = [one for part in tables for one in _past(part, *names, figure, margin)]
                 past.sort(key=attrgetter("start_utc"))
                 change = changed([one.ratio for one in past], margin, higher_is_better=figure.higher_is_better)
                 if len(past) > 1:
@@ -63,19 +60,8 @@ def _job(bench: Bench) -> tuple[object, ...]:
     return bench.config.get("train"), bench.dataset, bench.arms[0].device, bench.baseline
 
 
-def _settings(bench: Bench) -> Mapping[str, Any]:
-    return bench.config.get("variants", {})
-
-
-def _of(values: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-    return [values.get(name) for name in names]
-
-
-def _groups(benches: Sequence[Bench]) -> Iterator[list[Bench]]:
-    """Yield the benches of each session whose code is the same."""
-    for session in sessions_of(benches):
-        for _, group in groupby(session, key=lambda bench: bench.keys):
-            yield [*group]
+def _settings(bench: Bench, names: Sequence[str]) -> list[Any]:
+    return [bench.config.get("variants", {}).get(name) for name in names]
 
 
 def changed(ratios: Sequence[Difference], margin: float, *, higher_is_better: bool = True) -> Change | None:
