@@ -498,6 +498,7 @@ def _history(_: argparse.Namespace) -> None:
     from pipeline.comparison.trends import trends
 
     benches = [*results.read_sessions(), *results.read_sessions(results.KEPT_BENCHES)]
+    benches += [results.read_bench()] if results.BENCH_FILE.exists() else []  # a clone has no kept benches
     if not benches:
         raise ConfigError(f"history: found no bench in {results.SESSIONS} or {results.KEPT_BENCHES}; run `dvc repro`.")
     benches.sort(key=lambda bench: bench.session.start_utc, reverse=True)

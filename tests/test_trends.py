@@ -14,7 +14,7 @@ from pipeline.comparison.sessions import table_of
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.trends import changed, trends
 from pipeline.params import Compare
-from pipeline.results import KEPT_BENCHES, Bench
+from pipeline.results import BENCH_FILE, KEPT_BENCHES, Bench
 from tests.factories import make_bench, make_results, make_session
 
 
@@ -101,10 +101,13 @@ def test_history_names_the_change_and_its_commits(
     assert cli.main(["history"]) == 2
     assert "found no bench in" in capsys.readouterr().err
     KEPT_BENCHES.mkdir(parents=True)
-    for number, bench in enumerate(BEFORE_AND_AFTER):
-        (KEPT_BENCHES / f"{number}.json").write_text(bench.to_json(), encoding="utf-8")
+    *earlier, present = BEFORE_AND_AFTER
+    files = [KEPT_BENCHES / f"{number}.json" for number in range(len(earlier))]
+    for file, bench in zip([*files, BENCH_FILE], [*earlier, present], strict=True):  # as in a clone
+        file.write_text(bench.to_json(), encoding="utf-8")
     assert cli.main(["history"]) in (0, None)
     printed = capsys.readouterr().out
     assert "(aaaaaaaaaaaa) and 2026-11-05 08:00 (bbbbbbbbbbbb): 19." in printed
     assert "% slower since then" in printed
+    assert "| 2026-11-07 08:00 | bbbbbbbbbbbb |" in printed
     assert "2026-11-05 08:00, bbbbbbbbbbbb" in (tmp_path / "reports" / "history.html").read_text(encoding="utf-8")
