@@ -396,8 +396,9 @@ def charts(comparison: Comparison, histories: Histories) -> tuple[Chart, Chart]:
     goal = Tick(y_scale.at(target), f"target {facts.target(comparison)}")
     accuracy = _chart(runs, y_scale, lambda value, decimals: pages.percent(value, max(0, decimals - 2)), goal)
     losses = _runs(comparison, histories, lambda row: (row.epoch, row.train_loss))
-    highest = max((y for lines in losses.values() for line in lines for _, _, y in line), default=1.0)
-    return accuracy, _chart(losses, Scale(0, 1.04 * highest or 1.0, down=True), pages.fixed)
+    heights = [0.0, *(y for lines in losses.values() for line in lines for _, _, y in line)]
+    low, high = 1.04 * min(heights), 1.04 * max(heights)  # a loss of the user's own may be negative
+    return accuracy, _chart(losses, Scale(low, high if low < high else 1.0, down=True), pages.fixed)
 
 
 def loglog(

@@ -144,6 +144,17 @@ def test_a_chart_has_a_line_per_seed_and_median(usual: Made) -> None:
     assert loss.target is None
 
 
+@pytest.mark.parametrize(("losses", "ends"), [((-1.0, -4.0), "-4 0"), ((2.0, -4.0), "-4 2"), ((2.0, 1.0), "0.0 2.0")])
+def test_a_loss_may_be_negative(usual: Made, losses: tuple[float, float], ends: str) -> None:
+    rows = [row(0, step, step, 0.5).model_copy(update={"train_loss": loss}) for step, loss in enumerate(losses, 1)]
+    _, chart = pictures.charts(usual.comparison, dict.fromkeys(usual.histories, rows))
+    labels = [tick.label.replace("\N{MINUS SIGN}", "-") for tick in chart.y_ticks]
+    assert " ".join([labels[0], labels[-1]]) == ends
+    heights = [float(pair.split(",")[1]) for line in chart.lines for pair in line.points.split()]
+    assert heights
+    assert all(0 <= height <= 100 for height in heights)
+
+
 def test_every_sample_is_a_dot_or_a_cross(usual: Made) -> None:
     throughput, memory = pictures.strips(usual.comparison)
     assert all(0 < dot.x < 100 and 0 <= dot.y <= 100 for strip in throughput.strips for dot in strip.dots)
