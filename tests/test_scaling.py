@@ -383,8 +383,11 @@ def test_a_size_that_is_not_trusted_is_marked(tmp_path: Path) -> None:
         if window.samples_per_second
     )
     arms = (*measured.bench.arms[:-1], control.model_copy(update={"samples": tuple(scattered)}))
-    measured = measured.model_copy(update={"bench": measured.bench.model_copy(update={"arms": arms})})
-    command.write(command.reported(parse({"variants": VARIANTS}), measured, [], price=None, link=None), tmp_path)
+    changed = measured.bench.model_copy(update={"arms": arms, "budget": "--minutes"})
+    measured = measured.model_copy(update={"bench": changed})
+    report = command.reported(parse({"variants": VARIANTS}), measured, [], price=None, link=None)
+    command.write(report, tmp_path)
+    assert "set --minutes: " in (report.curves[0].points[1].speedup.why_untrusted or "")
     text = (tmp_path / "scaling.md").read_text()
     assert "**ddp: use 2, 1.65 (1.55 to 1.75; size uncertain) times as fast as 1 for" in text
     assert "would be projected to" not in text
@@ -434,5 +437,6 @@ def test_a_curve_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert two["left_out"]["estimate"] == pytest.approx(two["speedup"]["estimate"], rel=0.5)
     decided = two["more"]["decision"] in ("same", "worse")  # under load, few rounds may decide nothing
     assert ("fsdp: use 1; 2 are" in output) is decided
+    assert report["measured"]["bench"]["budget"] == "--minutes"
     (kept,) = (tmp_path / "scaling").glob("*.json")
     assert json.loads(kept.read_text()) == report

@@ -27,7 +27,7 @@ class RoundCost(NamedTuple):
     """The time that rounds took, and the setting that limited their number."""
 
     key: str
-    """The key of params.yaml that limited the number of rounds."""
+    """The key of params.yaml, or the option, that limited the number of rounds."""
     rounds: int
     seconds: float
     """Time of all rounds together."""
@@ -62,8 +62,9 @@ def cost_of(bench: Bench, rounds: int, seconds: float) -> RoundCost:
     number."""
     settings = bench.config.get("bench", {})
     limit = settings.get("max_rounds")
-    key = "bench.max_minutes" if limit is None or rounds < limit else "bench.max_rounds"
-    return RoundCost(key, rounds, seconds, settings.get("max_minutes", 0.0))
+    key = bench.budget if limit is None or rounds < limit else "bench.max_rounds"
+    minutes = settings.get("max_minutes", 0.0) if key == "bench.max_minutes" else 0.0
+    return RoundCost(key, rounds, seconds, minutes)
 
 
 def rounds_for(wanted: int, pairs: int, rejected: int) -> int:

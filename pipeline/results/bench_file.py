@@ -208,6 +208,8 @@ class Bench(Document):
     window_fraction: Share | None = None
     """Share of ``seconds`` that accepted windows took (``windows_seconds``). The rest is the start of processes, steps
     before the windows, memory, ends, and rejected windows. None in a file of an older version."""
+    budget: str = "bench.max_minutes"
+    """What sets the minutes of the rounds: a key of params.yaml, or an option."""
     interrupted: bool
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     ledgers: dict[VariantName, Ledgers]

@@ -102,7 +102,8 @@ def _measured(config: Config, machine: Machine, names: Sequence[str], up_to: int
         arms = [*specs, specs[0].control()]
         steps, round_seconds, _, _ = calibrated(arms, settings, ledgers=False)
         server.rounds.clear()  # the samples of the calibration are no rounds
-        about = job.facts | {"baseline": specs[0].name, "keys": {}, "session": session, "keep": lambda _: None}
+        about = job.facts | {"baseline": specs[0].name, "keys": {}, "budget": "--minutes"}
+        about |= {"session": session, "keep": lambda _: None}
         bench = side_by_side("scale", arms, settings, job.device, steps=steps, round_seconds=round_seconds, **about)
     data = job.facts["dataset"]
     of_job = [config.job, data.sha256, bench.arms[0].device]
