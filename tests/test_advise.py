@@ -23,6 +23,7 @@ from pipeline.benchmark.stage import Job
 from pipeline.comparison.racing import RACED, Race, finalists, interaction
 from pipeline.comparison.stats import Difference
 from pipeline.errors import ConfigError
+from pipeline.pages import size
 from pipeline.params import Config, Margins, parse
 from pipeline.plans import Plan, plan
 from pipeline.results import read_document
@@ -348,6 +349,8 @@ def test_a_combination_must_fit_into_the_memory(
     for memory, combines in (("8GiB", False), (None, True)):
         advice = advised(**arms).run("speed", memory=memory)
         assert any(one.made_of for one in advice.candidates.values()) is combines
+        reasons = {left_out.why for name, left_out in advice.out.items() if left_out.kind == "untried" and "--" in name}
+        assert reasons == (set() if combines else {f"a step would need {size(9 << 30)}"})
 
 
 def test_of_two_as_lean_the_faster_is_taken(advised: Callable[..., Advised]) -> None:
@@ -439,7 +442,7 @@ def test_what_excludes_another_is_not_combined(second: dict[str, Any], settings:
     first = candidates.Candidate(name="first", added={"channels_last": True}, techniques=("channels_last",))
     technique = next(iter(second.values())) if "precision" in second else next(iter(second))
     other = candidates.Candidate(name="second", added=second, techniques=(technique,))
-    made = candidates.combined(parse(PARAMS), CPU_ONLY, first, other, Path())
+    made = candidates.combined(parse(PARAMS), CPU_ONLY, first, other)
     assert (made and made.added) == settings
 
 

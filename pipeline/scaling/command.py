@@ -140,7 +140,7 @@ def variants_of(config: Config, names: Sequence[str]) -> dict[str, Variant]:
 
 
 def numbers_of(present: Sequence[int], up_to: int | None) -> list[int]:
-    """Return the numbers of processes of a curve: 1, those that are ``here``, and doubled from there to ``up_to``."""
+    """Return the numbers of processes of a curve: 1, the ``present`` ones, and doubled from there to ``up_to``."""
     last = FURTHER * present[-1] if up_to is None else up_to
     if last < present[-1] or last % present[-1]:
         raise ConfigError(f"--up-to: found {up_to}, but {present[-1]} are measured here; expected a multiple of it.")

@@ -192,13 +192,18 @@ class Adviser:
     def combinations(self, leaders: Sequence[str], most: int = AT_ONCE) -> list[str]:
         """Return the next combinations of a leader with one more technique that gains something, no more than
         ``most``."""
-        standing, known, memory = self._standing(), self.advice.candidates, self.advice.memory
-        fits = PREPARED, parse_bytes(memory) if memory else 0
+        standing, known = self._standing(), self.advice.candidates
+        memory_bytes = parse_bytes(self.advice.memory) if self.advice.memory else 0
         alone = [known[name] for name in gaining(standing) if not known[name].made_of]
         pairs = dict[str, Candidate]()
         for partner, leader in product(alone, leaders):
-            pair = candidates.combined(self.config, self.machine, known[leader], partner, *fits)
-            if pair and pair.name not in standing and pair.name not in self.advice.out and len(pairs) < most:
+            pair = candidates.combined(self.config, self.machine, known[leader], partner)
+            if not pair or pair.name in {*standing, *self.advice.out, *pairs} or len(pairs) == most:
+                continue
+            plan = candidates.planned(self.config, self.machine, pair.name, pair.added)
+            if why := candidates.too_large(self.config, plan, memory_bytes, PREPARED):
+                self._leave_out(pair.name, "untried", why)
+            else:
                 pairs[pair.name] = pair
         self.update(candidates={**known, **pairs})
         return [*pairs]
@@ -289,8 +294,8 @@ class Adviser:
         race = Race.of(rounds.arms, self.advice.baseline, self.config.compare.margins)
         running = [name for name in race.names[1:] if name not in self.advice.out]
         known = self.advice.candidates.values()
-        apart = [one.name for one in known if one.apart or self.advice.kind(one.name) == "failed"]
-        for name, rival in race.beaten(running, apart).items():
+        no_rivals = [one.name for one in known if one.apart or self.advice.kind(one.name) == "failed"]
+        for name, rival in race.beaten(running, no_rivals).items():
             ratios = ", ".join(f"{figure.word} {facts.brief(race.ratio(name, rival, figure))}" for figure in RACED)
             how = "gains nothing over" if rival == self.advice.baseline else "beaten by"
             self._leave_out(name, "beaten", f"{how} {rival}: {ratios}", rival)

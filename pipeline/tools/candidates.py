@@ -60,7 +60,8 @@ def alone(
             candidate = _candidate(base, entry, value)
             try:
                 plan = _runnable(config, machine, base, entry, candidate, shares=bool(only))
-                _check_memory(config, plan, memory_bytes, prepared)
+                if why := too_large(config, plan, memory_bytes, prepared):
+                    raise ConfigError(why)
             except ConfigError as error:
                 untried[candidate.name] = first_line(error)
             else:
@@ -116,34 +117,27 @@ def planned(config: Config, machine: Machine, name: str, added: Mapping[str, Any
     return plan_of(config.model_copy(update={"variants": asked.variants}), name, machine)
 
 
-def combined(
-    config: Config, machine: Machine, first: Candidate, second: Candidate, prepared: Path, memory_bytes: int = 0
-) -> Candidate | None:
-    """Return both candidates together; None if they exclude each other, if one contains the other, or if a step is
-    predicted not to fit into the memory (0: any)."""
+def combined(config: Config, machine: Machine, first: Candidate, second: Candidate) -> Candidate | None:
+    """Return both candidates together; None if they exclude each other or one contains the other."""
     added = first.added | second.added
     if added != second.added | first.added or added in (first.added, second.added):
         return None
     name = "--".join(sorted({*first.name.split("--"), *second.name.split("--")}))
     techniques = tuple(dict.fromkeys((*first.techniques, *second.techniques)))
     with suppress(ConfigError):
-        plan = planned(config, machine, name, added)
-        _check_memory(config, plan, memory_bytes, prepared)
-        if not plan.skipped.keys() & {*techniques}:
+        if not planned(config, machine, name, added).skipped.keys() & {*techniques}:
             return Candidate(name=name, added=added, techniques=techniques, made_of=(first.name, second.name))
     return None
 
 
-def _check_memory(config: Config, plan: Plan, memory_bytes: int, prepared: Path) -> None:
-    """Raise ConfigError if a step does not fit into the memory (0: any); not if it cannot be predicted or cannot run,
-    which is left to the measurement."""
-    if not memory_bytes:
-        return
+def too_large(config: Config, plan: Plan, memory_bytes: int, prepared: Path) -> str:
+    """Say by how much a step does not fit into the memory (0: any); empty if it fits, or if it cannot be predicted or
+    cannot run, which is left to the measurement."""
     peak_bytes = 0
     with suppress(PipelineError):
-        peak_bytes = estimated(config, plan, prepared).ledger(plan.micro_batch_size).peak_bytes
-    if peak_bytes > memory_bytes * (1 - RESERVE_FRACTION[plan.device]):
-        raise ConfigError(f"a step would need {size(peak_bytes)}")
+        peak_bytes = estimated(config, plan, prepared).ledger(plan.micro_batch_size).peak_bytes if memory_bytes else 0
+    is_larger = peak_bytes > memory_bytes * (1 - RESERVE_FRACTION[plan.device])
+    return f"a step would need {size(peak_bytes)}" if is_larger else ""
 
 
 def estimated(config: Config, plan: Plan, prepared: Path) -> Estimate:
