@@ -16,7 +16,7 @@ from tests.factories import foreign_load, make_bench, make_window
 FACTS: dict[str, float | str] = {
     "error": "Permission denied", "gpu": "GPU 1", "place": "/sys/class/powercap", "slowdowns": "power brake",
     "remedy": "raise bench.window_seconds", "steps": "4, 5", "text": "it throttled",
-    "limit": 0.05, "share": 0.31, "of_measured": 0.05, "of_waited": 0.01, "credited": 1024, "model": 512, "loss": 256,
+    "limit": 0.005, "share": 0.314, "of_measured": 0.05, "of_waited": 0.01, "credited": 1024, "model": 512, "loss": 256,
 }  # fmt: skip
 """Fact -> its value in a golden sentence; other facts are 2."""
 ADVICE: dict[str, tuple[str, float | str]] = {

@@ -17,7 +17,8 @@ class Kind(NamedTuple):
     """How rejections of one code are worded, and what they void."""
 
     sentence: str
-    """The sentence, with the facts in braces. "{retries:# time}" counts: "1 time", "2 times"."""
+    """The sentence, with the facts in braces. "{retries:# time}" counts: "1 time", "2 times". "{share:%}" is a percentage
+    with three digits."""
     advice: str = ""
     """The text that replaces "{advice}" if the rejection advises a value."""
     voids_memory: bool = False
@@ -38,7 +39,7 @@ KINDS = {
     ),
     "foreign_load": Kind(
         "other processes took {taken_seconds:.2f} of the {due_seconds:.2f} s of CPU time that the job would have had "
-        "({share:.0%}; at most {limit:.0%} is allowed); stop other work on this machine and measure again{advice}",
+        "({share:%}; at most {limit:%} is allowed); stop other work on this machine and measure again{advice}",
         ", or accept this load with {setting}: {value}",
         of_machine=True,
     ),
@@ -48,7 +49,7 @@ KINDS = {
         of_machine=True,
     ),
     "gpu_throttled": Kind(
-        "{gpu} throttled ({slowdowns}) in {slow} of {queries} queries (at most {limit:.0%} are allowed); improve its "
+        "{gpu} throttled ({slowdowns}) in {slow} of {queries} queries (at most {limit:%} are allowed); improve its "
         "cooling and power supply, and measure again",
         of_machine=True,
     ),
@@ -57,10 +58,10 @@ KINDS = {
     ),
     "clocks_disagree": Kind(
         "step times add up to {steps_seconds:.3f} s, but the wall clock around them shows {wall_seconds:.3f} s (more "
-        "than {limit:.0%} apart)"
+        "than {limit:%} apart)"
     ),
     "input_wait": Kind(
-        "the steps waited for input {share:.0%} of the time (at most {limit:.0%} is allowed): this measures the input, "
+        "the steps waited for input {share:%} of the time (at most {limit:%} is allowed): this measures the input, "
         "not the technique; {advice}shorten train.augment, or raise bench.max_input_wait",
         "set {setting} to '{value}', ",
     ),
@@ -70,8 +71,8 @@ KINDS = {
         voids_memory=True,
     ),
     "worked_between_turns": Kind(
-        "the arm used {aside_seconds:.2f} s of CPU time between its turns; the limit on this time is {of_measured:.0%} "
-        "of the arm's measured time ({measured_seconds:.2f} s) plus {of_waited:.0%} of the time between turns "
+        "the arm used {aside_seconds:.2f} s of CPU time between its turns; the limit on this time is {of_measured:%} "
+        "of the arm's measured time ({measured_seconds:.2f} s) plus {of_waited:%} of the time between turns "
         "({waited_seconds:.2f} s). This work is missing in the arm's own figures and disturbs the other arms; a "
         "technique's threads and processes must wait while no step runs"
     ),
@@ -186,6 +187,8 @@ class Rejection(BaseModel):
 
 class _Counting(Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec == "%":  # a limit of 0.5% must not look like one of 0% or 1%
+            return f"{100 * value:.3g}%"
         return count(value, format_spec[2:]) if format_spec.startswith("# ") else format(value, format_spec)
 
 
