@@ -17,8 +17,8 @@ class Kind(NamedTuple):
     """How rejections of one code are worded, and what they void."""
 
     sentence: str
-    """The sentence, with the facts in braces. "{retries:# time}" counts: "1 time", "2 times". "{share:%}" is a percentage
-    with three digits."""
+    """The sentence, with the facts in braces. "{retries:# time}" counts: "1 time", "2 times". "{share:%}" is a
+    percentage with three digits."""
     advice: str = ""
     """The text that replaces "{advice}" if the rejection advises a value."""
     voids_memory: bool = False
