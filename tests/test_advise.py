@@ -406,6 +406,7 @@ def test_a_race_seldom_loses_the_best(within: float) -> None:
     ("options", "says"),
     [
         ({"minutes": 0.0}, "--minutes: found 0; expected a number"),
+        ({"minutes": 2e6}, r"--minutes: found 2e\+06; expected a number above 0, at most 1,000,000."),
         ({"only": ["sped"]}, "--only: found 'sped'; .* Did you mean speed"),
     ],
 )

@@ -218,6 +218,7 @@ def test_a_terminal_asks_before_it_drops_and_redraws(
     [
         (["slwo"], 5.0, r"try: found 'slwo', .* Did you mean slow\?"),
         ([], 0.0, "--minutes: found 0; expected a number"),
+        ([], 2e6, r"--minutes: found 2e\+06; expected a number above 0, at most 1,000,000."),
         ([], float("inf"), "--minutes: found inf; expected a number"),
     ],
 )

@@ -328,13 +328,14 @@ def test_arms_of_all_kinds() -> None:
     [
         ({"price": 0.0}, "--price: found 0; expected a number above 0"),
         ({"minutes": float("nan")}, "--minutes: found nan"),
+        ({"minutes": 2e6}, "--minutes: found 2e+06; expected a number above 0, at most 1,000,000."),
         ({"up_to": 1}, "--up-to: found 1, but 2 are measured here; expected a multiple"),
         ({"link": "string"}, "--link: found 'string'; expected one of nvlink4"),
         ({"names": ["baseline"]}, "scale: found baseline; expected some of "),
         ({"up_to": 48}, "found 64, which 48 processes cannot divide"),
         ({"up_to": 256}, "found 64, which 128 processes cannot divide"),
     ],
-    ids=["price", "minutes", "up_to", "link", "variant", "batch", "large"],
+    ids=["price", "minutes", "too_many_minutes", "up_to", "link", "variant", "batch", "large"],
 )
 def test_wrong_options_are_named_before_anything_runs(
     options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from pipeline.params.catalogue import (
 )
 from pipeline.params.commands import Command
 from pipeline.params.conditions import GRAPH_WARMUP_STEPS, Machine
-from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, Config, load, parse, schema
+from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, Config, check_minutes, load, parse, schema
 from pipeline.params.names import OWN_MODELS, check_names, torchvision_models, unknown_model
 from pipeline.params.sections import (
     Augment,

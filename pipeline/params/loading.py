@@ -179,6 +179,12 @@ def _misplaced(config: Config, values: dict[str, Any]) -> Iterator[str]:
             )
 
 
+def check_minutes(minutes: float) -> None:
+    """Raise ConfigError unless a command may take so many ``--minutes``."""
+    if not 0 < minutes <= sections.LONGEST:  # NaN is not
+        raise ConfigError(f"--minutes: found {minutes:g}; expected a number above 0, at most {sections.LONGEST:,.0f}.")
+
+
 def schema() -> str:
     """Return the JSON Schema of params.yaml (``params.schema.json``), which editors use for completion and checks.
 

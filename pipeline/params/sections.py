@@ -16,8 +16,9 @@ NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 """From 0 to the largest signed 32-bit integer."""
 Side = Annotated[int, Field(gt=0, le=2**13)]
 """Side of an image, in pixels."""
-Duration = Annotated[float, Field(gt=0.0, le=1e6)]
-"""Seconds or minutes. Much larger numbers would overflow a timer."""
+LONGEST = 1e6
+"""Most seconds or minutes. Much larger numbers would overflow a timer."""
+Duration = Annotated[float, Field(gt=0.0, le=LONGEST)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # valid for every random generator
 DataSetName = Literal[
     "fashion_mnist", "mnist", "cifar10", "digits", "image_folder", "synthetic", "arrays", "text_folder", "python_source"

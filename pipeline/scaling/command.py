@@ -19,7 +19,7 @@ from pipeline import files
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.benchmark.stage import begin_session, calibrated, file_name, served, side_by_side
 from pipeline.errors import ConfigError, say
-from pipeline.params import Config, Machine, Variant, catalogue
+from pipeline.params import Config, Machine, Variant, catalogue, check_minutes
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.report import write_pages
@@ -57,9 +57,9 @@ def run(
     ``up_to``: the most devices of a projection. ``price``: of a device-hour. ``link``: what connects hosts that are not
     here. Raises PipelineError, and KeyboardInterrupt, whose message says what is kept.
     """
-    for option, value in ("price", price), ("minutes", minutes):
-        if value is not None and not 0 < value <= 1e9:
-            raise ConfigError(f"--{option}: found {value:g}; expected a number above 0, at most 1e9.")
+    check_minutes(minutes)
+    if price is not None and not 0 < price <= 1e9:
+        raise ConfigError(f"--price: found {price:g}; expected a number above 0, at most 1e9.")
     if link not in (None, *probe.LINKS):
         raise ConfigError(f"--link: found {link!r}; expected one of {', '.join(probe.LINKS)}.")
     measured = _measured(config, machine, names, up_to, minutes)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from tqdm import tqdm
 
 from pipeline.comparison.stats import Difference
-from pipeline.errors import ConfigError, say
+from pipeline.errors import say
+from pipeline.params import check_minutes
 from pipeline.report.facts import brief
 from pipeline.results.figures import Figure
 
@@ -20,8 +21,7 @@ class LiveTable:
 
     def __init__(self, command: str, minutes: float, age_seconds: float) -> None:
         """``age_seconds``: how long ago the process started. Raises ConfigError."""
-        if not 0 < minutes <= 1e6:  # NaN is not
-            raise ConfigError(f"--minutes: found {minutes:g}; expected a number above 0, at most 1e6.")
+        check_minutes(minutes)
         self.seconds = 60 * minutes
         self._command, self._started, self._drawn = command, time.monotonic() - age_seconds, 0
 
