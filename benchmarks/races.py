@@ -101,7 +101,7 @@ def wrongly_dropped(truth: Logs, running: Sequence[int], margin: float = MARGIN)
 
 def record(name: str, minutes: float) -> dict[str, Any]:
     """Measure rounds of all candidates of the job in the working directory for so many minutes; return the pool."""
-    config, machine, table = params.load(), environment.machine(), LiveTable("races", minutes, 0.0)
+    config, machine, table = params.load(), environment.machine(), LiveTable("races", minutes)
     with begun(config, machine, table) as adviser:
         adviser.job.server.limit = LONGEST * table.seconds
         adviser.sample([adviser.advice.baseline, *adviser.advice.candidates], table.left())

@@ -410,7 +410,7 @@ def _advise(parsed: argparse.Namespace) -> Callable[[], object]:
     from pipeline.tools import advise
 
     options = {name: getattr(parsed, name) for name in ("minutes", "memory", "add", "only")}
-    return lambda: advise.run(config, machine, age_seconds=processes.age_seconds(), **options)
+    return partial(advise.run, config, machine, **options)
 
 
 def _try(parsed: argparse.Namespace) -> Callable[[], object]:
@@ -418,8 +418,7 @@ def _try(parsed: argparse.Namespace) -> Callable[[], object]:
     config, machine = _ready()
     from pipeline.tools import first_look
 
-    names, minutes = parsed.variants, parsed.minutes
-    return lambda: first_look.run(config, machine, names, minutes=minutes, age_seconds=processes.age_seconds())
+    return partial(first_look.run, config, machine, parsed.variants, minutes=parsed.minutes)
 
 
 def _by_verdicts(rule: str, arms: Sequence[Arm], settings: Compare) -> Any:

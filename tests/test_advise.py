@@ -89,11 +89,12 @@ class Advised:
         monkeypatch.setattr(advise, "begin_session", lambda: lambda: make_session())
         monkeypatch.setattr(candidates, "_mixes_samples", lambda *_: False)
         monkeypatch.setattr("time.monotonic", lambda: server.now)
+        monkeypatch.setattr("pipeline.processes.age_seconds", lambda: 3.0)
 
     def run(self, *only: str, minutes: float = 20.0, add: bool = False, memory: str | None = None) -> Advice:
         """Return the advice; the run must not have taken much longer than its minutes."""
         began = self.server.now
-        advise.run(self.config, CPU_ONLY, minutes=minutes, memory=memory, add=add, only=only, age_seconds=3.0)
+        advise.run(self.config, CPU_ONLY, minutes=minutes, memory=memory, add=add, only=only)
         assert (self.server.now - began + 3.0) / (60 * minutes) <= 1.1
         return self.known()
 
@@ -412,7 +413,7 @@ def test_a_race_seldom_loses_the_best(within: float) -> None:
 )
 def test_a_wrong_argument_is_refused(advised: Callable[..., Advised], options: dict[str, Any], says: str) -> None:
     job = advised()
-    values: dict[str, Any] = {"minutes": 1.0, "memory": None, "add": False, "only": [], "age_seconds": 0.0} | options
+    values: dict[str, Any] = {"minutes": 1.0, "memory": None, "add": False, "only": []} | options
     with pytest.raises(ConfigError, match=says):
         advise.run(job.config, CPU_ONLY, **values)
 
@@ -462,7 +463,8 @@ def test_real_arms_are_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "chunked_loss-8" in found.keys() - untried.keys()  # its first sample shows that it cannot run
     assert 64 < (candidates.estimated(config, base, PREPARED).largest_batch(175 * 2**20) or 0) < 128
     monkeypatch.setattr(advise, "FINAL_ROUNDS", 1)
-    advise.run(config, CPU_ONLY, minutes=0.5, memory=None, add=False, only=["data-loading"], age_seconds=0.0)
+    monkeypatch.setattr("pipeline.processes.age_seconds", lambda: 0.0)
+    advise.run(config, CPU_ONLY, minutes=0.5, memory=None, add=False, only=["data-loading"])
     advice = read_document(FILE, Advice, "")
     assert advice.finished
     assert advice.candidates.keys() >= {"resident_data", "streamed_data", "dataloader"}

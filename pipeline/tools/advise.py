@@ -52,22 +52,15 @@ BOUNDS = {
 
 
 def run(
-    config: Config,
-    machine: Machine,
-    *,
-    minutes: float,
-    memory: str | None,
-    add: bool,
-    only: Sequence[str],
-    age_seconds: float,
+    config: Config, machine: Machine, *, minutes: float, memory: str | None, add: bool, only: Sequence[str]
 ) -> None:
     """Measure what pays until about ``minutes`` after the process's start; write ``reports/advice.*``.
 
     ``memory``: what a step may need, such as 16GiB. ``add``: add the advice to params.yaml. ``only``: groups of
-    techniques. ``age_seconds``: how long ago the process started. Raises ConfigError for a wrong argument, BenchError
-    if the baseline cannot be measured, and KeyboardInterrupt after an interrupt, when all is written.
+    techniques. Raises ConfigError for a wrong argument, BenchError if the baseline cannot be measured, and
+    KeyboardInterrupt after an interrupt, when all is written.
     """
-    with begun(config, machine, LiveTable("advise", minutes, age_seconds), only, memory) as adviser:
+    with begun(config, machine, LiveTable("advise", minutes), only, memory) as adviser:
         adviser.advice = _continued(adviser.advice)
         try:
             adviser.measure()

@@ -45,13 +45,13 @@ ENDING = 0.01, 2.0
 """The share of the minutes, and the seconds, that are kept for the end of the arms after the last round."""
 
 
-def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: float, age_seconds: float) -> None:
+def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: float) -> None:
     """Measure the variants ``names`` (none: all) until ``minutes`` after the process's start, and rank them.
 
-    ``age_seconds``: how long ago the process started. Raises ConfigError for a wrong argument, BenchError if not even
-    the baseline can be measured, and KeyboardInterrupt after an interrupt, when the ranking is printed.
+    Raises ConfigError for a wrong argument, BenchError if not even the baseline can be measured, and KeyboardInterrupt
+    after an interrupt, when the ranking is printed.
     """
-    table, baseline = LiveTable("try", minutes, age_seconds), config.compare.baseline
+    table, baseline = LiveTable("try", minutes), config.compare.baseline
     for name in names:
         if name not in config.variants:
             raise ConfigError(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from tqdm import tqdm
 
+from pipeline import processes
 from pipeline.comparison.stats import Difference
 from pipeline.errors import say
 from pipeline.params import check_minutes
@@ -19,11 +20,11 @@ from pipeline.results.figures import Figure
 class LiveTable:
     """The minutes of ``command``, and its table."""
 
-    def __init__(self, command: str, minutes: float, age_seconds: float) -> None:
-        """``age_seconds``: how long ago the process started. Raises ConfigError."""
+    def __init__(self, command: str, minutes: float) -> None:
+        """The ``minutes`` count from the start of the process. Raises ConfigError."""
         check_minutes(minutes)
         self.seconds = 60 * minutes
-        self._command, self._started, self._drawn = command, time.monotonic() - age_seconds, 0
+        self._command, self._started, self._drawn = command, time.monotonic() - processes.age_seconds(), 0
 
     def left(self, share: float = 1.0) -> float:
         """Return the seconds until this share of the minutes is over."""
