@@ -29,22 +29,14 @@ import numpy as np
 
 from benchmarks import machines
 from pipeline import environment, files, params
-from pipeline.comparison.racing import FEWEST_ROUNDS, RACED, Race, finalists, gaining
+from pipeline.comparison.racing import FEWEST_ROUNDS, Race, finalists, gaining
 from pipeline.comparison.stats import paired_ratio
 from pipeline.errors import say
 from pipeline.params import Margins
 from pipeline.results import Arm, Bench
 from pipeline.results.figures import MEMORY, THROUGHPUT
-from pipeline.tools.advise import (
-    AT_ONCE,
-    COMBINED_UNTIL,
-    FINAL_ROUNDS,
-    LONGEST,
-    RACE_ROUNDS,
-    RACED_UNTIL,
-    SAMPLING,
-    begun,
-)
+from pipeline.tools.advise import AT_ONCE, FINAL_ROUNDS, LONGEST, RACE_ROUNDS, RACED_UNTIL, SAMPLING, begun
+from pipeline.tools.advised import COMBINED_UNTIL
 from pipeline.tools.live_table import LiveTable
 
 REPLAYED = machines.FIGURES / "races.json"
@@ -79,7 +71,7 @@ def raced(draw: Callable[[], Logs], seconds: Logs, budget: float) -> tuple[list[
 
 def chosen(running: Sequence[int], race: Race) -> list[int]:
     """Return the baseline and the finalists among the ``running`` arms."""
-    standing = {str(arm): {figure: race.ratio(str(arm), "0", figure) for figure in RACED} for arm in running if arm}
+    standing = {str(arm): race.ratios(str(arm), "0") for arm in running if arm}
     return [0, *map(int, finalists(standing))]
 
 
@@ -107,7 +99,7 @@ def record(name: str, minutes: float) -> dict[str, Any]:
         adviser.sample([adviser.advice.baseline, *adviser.advice.candidates], table.left())
         alone = adviser.running(adviser.advice.candidates)
         adviser.rounds(alone, 0.0, FEWEST_ROUNDS, lambda _: (), turns=1)
-        pairs = adviser.combinations(gaining(adviser.advice.standing()), MOST_PAIRS)
+        pairs = adviser.combine(gaining(adviser.advice.standing()), MOST_PAIRS)
         adviser.sample(pairs, table.left(PAIRS_UNTIL))
         running = adviser.running(adviser.advice.candidates)
         adviser.rounds(running, table.left(), FEWEST_ROUNDS, lambda _: (), turns=1)
@@ -116,7 +108,7 @@ def record(name: str, minutes: float) -> dict[str, Any]:
         "costs": {arm: [round(start, 3), round(step, 4)] for arm, (start, step) in advice.costs.items()},
         "made_of": {pair: advice.candidates[pair].made_of for pair in pairs},
         "apart": {candidate.name: candidate.apart for candidate in advice.candidates.values() if candidate.apart},
-        "left_out": {arm: left_out.why for arm, left_out in advice.out.items()},
+        "left_out": {**advice.untried, **{arm: left_out.why for arm, left_out in advice.out.items()}},
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,10 +29,10 @@ from pipeline.plans import Plan, plan
 from pipeline.results import read_document
 from pipeline.results.figures import MEMORY, THROUGHPUT
 from pipeline.tools import advise, candidates
-from pipeline.tools.advised import FILE, Advice
+from pipeline.tools.advised import FILE, Advice, LeftOut
 from tests.factories import make_arm, make_bench, make_ratio, make_session
 from tests.timed import Known, Timed
-from tests.workspaces import CPU_ONLY, PREPARED, enter
+from tests.workspaces import CPU_ONLY, enter
 
 PARAMS: dict[str, Any] = {"train": {"device": "cpu"}, "variants": {"baseline": {}}}
 
@@ -177,9 +177,9 @@ def test_late_candidates_have_the_time_of_missing_finalists(advised: Callable[..
 
 
 def test_what_was_too_dear_has_the_time_that_is_left(advised: Callable[..., Advised]) -> None:
-    """The time that the final rounds do not need goes to what the race left out."""
+    """What was left out races beside the combinations."""
     job = advised(channels_last=Known(step=0.03), compile=Known(opening=14.0), baseline=Known(opening=3.0))
-    advice = job.run("speed", minutes=5)
+    advice = job.run("speed", minutes=6)
     raced = [{arm.variant for arm in bench.arms} for bench in advice.benches]
     assert ["compile" in variants for variants in raced] == [False, True]
     assert (advice.finalists, advice.final and advice.final.rounds) == (("channels_last",), 8)
@@ -190,10 +190,10 @@ def test_late_candidates_race_after_an_interrupt(advised: Callable[..., Advised]
 
     race = advise.Adviser._race
 
-    def raced(*of: Any, **late: int) -> None:
-        if late:
+    def raced(adviser: advise.Adviser, *of: Any) -> None:
+        if adviser.advice.benches:
             raise KeyboardInterrupt
-        race(*of)
+        race(adviser, *of)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(advise.Adviser, "_race", raced)
@@ -231,7 +231,7 @@ def test_an_arm_that_fails_beats_nobody(advised: Callable[..., Advised]) -> None
         failing = {"for_loop_optimizer": Known(step=0.02, scatter=0.0)}
         job = advised(last={"for_loop_optimizer": starts}, channels_last=Known(step=0.03, scatter=0.0), **failing)
         advice = job.run("speed")
-        assert advice.kind("for_loop_optimizer") == "failed"
+        assert advice.out["for_loop_optimizer"] == LeftOut(why="cannot be measured: it ran out of memory")
         assert advice.sentence().startswith("take `channels_last`: ")
         Path("reports/advice.json").unlink()
 
@@ -284,8 +284,8 @@ def test_a_race_drops_what_another_beats() -> None:
     two = Race.of(
         [arm.model_copy(update={"samples": arm.samples[:2]}) for arm in (*arms[:2], arms[-1])], "baseline", Margins()
     )
-    assert two.ratio("both", "baseline", THROUGHPUT).bounds == (0.0, math.inf)  # two rounds of two arms show little
-    assert race.ratio("both", "slower", THROUGHPUT).estimate == pytest.approx(1.25, rel=0.02)
+    assert two.ratios("both", "baseline")[THROUGHPUT].bounds == (0.0, math.inf)  # two rounds of two arms show little
+    assert race.ratios("both", "slower")[THROUGHPUT].estimate == pytest.approx(1.25, rel=0.02)
 
 
 def test_a_profile_chooses_what_comes_first(advised: Callable[..., Advised]) -> None:
@@ -328,11 +328,11 @@ def test_the_largest_batches_stand_apart(
         def largest_batch(self, memory_bytes: int) -> int:
             return memory_bytes // self.bytes
 
-    monkeypatch.setattr(candidates, "estimated", lambda _, plan, *__: Estimated(plan))
+    monkeypatch.setattr(candidates, "estimated", lambda _, plan: Estimated(plan))
     advice = advised(foreach_optimizer=Known(step=0.03)).run("speed", minutes=5, memory="8GiB")
     assert advice.finalists == ("foreach_optimizer",)
     said = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
-    assert "- A larger batch: predicted to fit into 8GiB: baseline 8192, foreach_optimizer 8192." in said
+    assert "- A larger batch: predicted to fit into 8.00 GiB: baseline 8192, foreach_optimizer 8192." in said
     assert "- channels_last: a step would need 256 GiB." in said
 
 
@@ -341,7 +341,7 @@ def test_a_combination_must_fit_into_the_memory(
 ) -> None:
     """A step of two together needs 9 GiB, of each alone 1 GiB."""
 
-    def estimated(_: Config, plan: Plan, __: Path) -> SimpleNamespace:
+    def estimated(_: Config, plan: Plan) -> SimpleNamespace:
         peak = SimpleNamespace(peak_bytes=9 << 30 if "--" in plan.name else 1 << 30)
         return SimpleNamespace(ledger=lambda _: peak, largest_batch=lambda _: 1)
 
@@ -350,7 +350,7 @@ def test_a_combination_must_fit_into_the_memory(
     for memory, combines in (("8GiB", False), (None, True)):
         advice = advised(**arms).run("speed", memory=memory)
         assert any(one.made_of for one in advice.candidates.values()) is combines
-        reasons = {left_out.why for name, left_out in advice.out.items() if left_out.kind == "untried" and "--" in name}
+        reasons = {why for name, why in advice.untried.items() if "--" in name}
         assert reasons == (set() if combines else {f"a step would need {size(9 << 30)}"})
 
 
@@ -366,7 +366,8 @@ def test_of_two_as_lean_the_faster_is_taken(advised: Callable[..., Advised]) -> 
 
 def test_what_there_was_no_time_for_is_not_decided(advised: Callable[..., Advised]) -> None:
     advice = advised(baseline=Known(opening=10.0), channels_last=Known(opening=60.0)).run("speed", minutes=3)
-    assert [advice.out[name].kind for name in ("channels_last", "compile")] == ["failed", "time"]
+    assert advice.state("channels_last") == "cannot be measured: it took too long to open"
+    assert advice.state("compile") == "no time for it so far (--minutes, --only)"
     assert "surely better; 5 of 6 candidates not decided (more minutes" in advice.sentence()
 
 
@@ -422,30 +423,35 @@ def test_micro_batches_of_a_batchnorm_stand_apart(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(candidates, "_mixes_samples", lambda *_: True)
     config = parse(PARAMS | {"train": {"device": "cpu", "optimizer": "adamw"}})
     base = plan(config, "baseline", CPU_ONLY)
-    found, untried = candidates.alone(config, CPU_ONLY, base, ["memory"], Path())
-    apart = {name: one.apart for name, one in found.items() if one.apart and name not in untried}
+    found, untried = candidates.alone(config, CPU_ONLY, base, ["memory"])
+    apart = {name: one.apart for name, one in found.items() if one.apart}
     assert set(apart) == {f"gradient_accumulation-{number}" for number in (2, 4, 8)} | {"factored_optimizer"}
     assert apart["gradient_accumulation-4"] == "the model mixes samples (BatchNorm), and sees 64 at once"
-    assert {name for name in untried if not found[name].apart} == {
-        *("activation_offload", "auto_micro_batch", "zeroed_gradients", "expandable_segments", "release_cache"),
+    assert set(untried) == {
+        *("activation_offload", "auto_micro_batch", "expandable_segments", "low_bit_optimizer", "release_cache"),
+        "zeroed_gradients",
     }
 
 
 @pytest.mark.parametrize(
-    ("second", "settings"),
+    ("second", "why_not"),
     [
-        ({"compile": "default"}, {"channels_last": True, "compile": "default"}),
-        ({"channels_last": True}, None),  # it adds nothing
-        ({"precision": "bf16"}, None),  # this machine skips it
-        ({"precision": "fp16"}, None),  # this machine refuses it
+        ({"compile": "default"}, None),
+        ({"channels_last": True}, "it adds nothing"),
+        ({"precision": "bf16"}, "it is skipped here: "),
+        ({"precision": "fp16"}, "found 'fp16', but "),
     ],
 )
-def test_what_excludes_another_is_not_combined(second: dict[str, Any], settings: dict[str, Any] | None) -> None:
+def test_what_excludes_another_is_not_combined(second: dict[str, Any], why_not: str | None) -> None:
     first = candidates.Candidate(name="first", added={"channels_last": True}, techniques=("channels_last",))
     technique = next(iter(second.values())) if "precision" in second else next(iter(second))
     other = candidates.Candidate(name="second", added=second, techniques=(technique,))
-    made = candidates.combined(parse(PARAMS), CPU_ONLY, first, other)
-    assert (made and made.added) == settings
+    pair = candidates.combined(first, other)
+    assert (pair is None) is (why_not == "it adds nothing")
+    if pair:
+        assert pair.added == {"channels_last": True} | second
+        with pytest.raises(ConfigError, match=why_not) if why_not else nullcontext():
+            candidates.planned(parse(PARAMS), CPU_ONLY, pair)
 
 
 @pytest.mark.slow
@@ -456,12 +462,12 @@ def test_real_arms_are_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     params = {"fetch": {"dataset": "digits"}, "train": train, "bench": bench, "variants": variants}
     config = enter(tmp_path, monkeypatch, params)
     base = plan(config, "baseline", CPU_ONLY)
-    found, untried = candidates.alone(config, CPU_ONLY, base, ["memory"], PREPARED, "175MiB")
-    apart = {name for name, candidate in found.items() if candidate.apart and name not in untried}
+    found, untried = candidates.alone(config, CPU_ONLY, base, ["memory"], 175 * 2**20)
+    apart = {name for name, candidate in found.items() if candidate.apart}
     assert apart == {f"gradient_accumulation-{number}" for number in (4, 8)}  # resnet9 has a BatchNorm
     assert [name for name, why in untried.items() if "a step would need 1" in why] == ["gradient_accumulation-2"]
-    assert "chunked_loss-8" in found.keys() - untried.keys()  # its first sample shows that it cannot run
-    assert 64 < (candidates.estimated(config, base, PREPARED).largest_batch(175 * 2**20) or 0) < 128
+    assert "chunked_loss-8" in found  # its first sample shows that it cannot run
+    assert 64 < (candidates.estimated(config, base).largest_batch(175 * 2**20) or 0) < 128
     monkeypatch.setattr(advise, "FINAL_ROUNDS", 1)
     monkeypatch.setattr("pipeline.processes.age_seconds", lambda: 0.0)
     advise.run(config, CPU_ONLY, minutes=0.5, memory=None, add=False, only=["data-loading"])

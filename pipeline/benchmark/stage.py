@@ -212,7 +212,6 @@ def side_by_side(
     earlier: Bench | None = None,
     settled: Settled = lambda _: (),
     memory_known: MemoryKnown = lambda _: False,
-    first_look: int = FEWEST_PAIRS,
     fewest: int | None = None,
     failed: Callable[[str, BenchError], object] = raised,
     **about: Any,
@@ -222,8 +221,8 @@ def side_by_side(
     ``command``: what the printed outlook begins with. ``device``: "cpu" or "cuda". ``steps``, ``round_seconds``: those
     of ``calibrated``. ``session``: what ``begin_session`` returns. ``keep``: gets the bench so far after each round, so
     that a command that is killed loses only its current round. ``earlier``: a bench of the same arms, which is
-    continued. ``settled``, ``memory_known``, ``first_look``, ``failed``: as in ``rounds.measure``. ``fewest``: too;
-    None: what ``settings`` say. ``about``: further fields of ``Bench``.
+    continued. ``settled``, ``memory_known``, ``failed``: as in ``rounds.measure``. ``fewest``: too, and the first
+    look comes after as many rounds; None: what ``settings`` say. ``about``: further fields of ``Bench``.
     """
     before, spent = (earlier.rounds, earlier.seconds) if earlier else (0, 0.0)
     limits: dict[str, Any] = {
@@ -249,7 +248,7 @@ def side_by_side(
         turns=turns_on(device, settings),
         settled=settled,
         memory_known=memory_known,
-        first_look=first_look,
+        first_look=fewest or FEWEST_PAIRS,
         failed=failed,
         earlier=earlier.arms if earlier else (),
         keep=lambda rounds: keep(bench_of(replace(rounds, interrupted=True))),

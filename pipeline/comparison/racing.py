@@ -55,19 +55,18 @@ class Race:
         logs = {figure: np.array([_logs(equal, figure, rounds) for equal in rows.values()]) for figure in RACED}
         return cls([*rows], logs, {figure: figure.margin_in(margins) for figure in RACED})
 
-    def ratio(self, above: str, below: str, figure: Figure) -> Difference:
-        """Return the ratio of two arms with its interval at ``verdicts.SURE``; without an interval if fewer than two
+    def ratios(self, above: str, below: str) -> Ratios:
+        """Return the ratios of two arms with intervals at ``verdicts.SURE``; without an interval if fewer than two
         rounds have both, or if the race is too small to know the scatter."""
-        pair = self.names.index(above), self.names.index(below)
-        estimates, errors, counts, freedom = self._of[figure]
-        known = Difference(pairs=int(counts[pair]), margin=self.margins[figure], confidence=verdicts.SURE)
-        if not known.pairs:
-            return known
-        ends = {"estimate": math.exp(estimates[pair])}
-        half = float(errors[pair] * stdtrit(freedom, (1 + verdicts.SURE) / 2))
-        if math.isfinite(half) and freedom >= FEWEST_FREEDOM:
-            ends |= {"low": ends["estimate"] * math.exp(-half), "high": ends["estimate"] * math.exp(half)}
-        return known.model_copy(update=ends)
+        pair, ratios = (self.names.index(above), self.names.index(below)), dict[Figure, Difference]()
+        for figure, (estimates, errors, counts, freedom) in self._of.items():
+            center, quantile = float(estimates[pair]), float(stdtrit(freedom, (1 + verdicts.SURE) / 2))
+            half = float(errors[pair]) * quantile if freedom >= FEWEST_FREEDOM else math.inf
+            ends = {"estimate": center, "low": center - half, "high": center + half}
+            known: dict[str, Any] = {name: math.exp(end) for name, end in ends.items() if math.isfinite(end)}
+            known |= {"pairs": int(counts[pair]), "margin": self.margins[figure], "confidence": verdicts.SURE}
+            ratios[figure] = Difference(**known)
+        return ratios
 
     def beaten(self, among: Collection[str], apart: Collection[str] = ()) -> dict[str, str]:
         """Return variant -> what beats it, for those ``among`` which no further round can be expected to bring back.

@@ -95,7 +95,7 @@ class Estimate:
         self.plan, self.task = plan, task.on(ALONE.device)
         self.placement = placement or ("streamed" if plan.train.placement == "streamed" else "resident")
         with randomness.kept():
-            self._model = self.task.model()
+            self.model = self.task.model()
         self._tries: dict[int, dict[Call, int]] = {}
 
     def ledger(self, micro_batch_size: int) -> Ledger:
@@ -137,7 +137,7 @@ class Estimate:
         plan, on_gpu = self.plan, self.plan.device == "cuda"
         tracker = FakeTracker(CUDA_BLOCK_BYTES if on_gpu else 1, self._inside(micro_batch_size))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        model = faked(self._model, fake)
+        model = faked(self.model, fake)
         with fake, tracker, CudaAutocast() if on_gpu else nullcontext():
             # All micro-batches after the first need the same memory, because they add to existing gradients.
             micro_batches = min(2, plan.micro_batches)
@@ -200,7 +200,7 @@ class Estimate:
                 repeated = train[torch.arange(samples) % len(train)]
                 task = replace(task, dataset=replace(task.dataset, train=repeated))
             with randomness.kept(), share_of(cores(), self.plan.processes):
-                model = copied(self._model, lambda tensor: tensor.detach().clone())
+                model = copied(self.model, lambda tensor: tensor.detach().clone())
                 training = self._training(model, task, UnreadLosses(ALONE), samples, 1, 1)
                 tracker = KernelTracker()
                 # The update is left out, because the optimizer's state can be large.

@@ -20,22 +20,18 @@ from pipeline.benchmark.rounds import Rounds, calibrate, window_steps
 from pipeline.benchmark.server import ArmSpec, BenchError, Server, ServerLost
 from pipeline.benchmark.stage import Job, Settled, begin_session, served, side_by_side
 from pipeline.comparison import looks
-from pipeline.comparison.racing import FEWEST_ROUNDS, RACED, Race, Ratios, finalists, gaining
-from pipeline.errors import PipelineError, say
-from pipeline.files import PREPARED
+from pipeline.comparison.racing import FEWEST_ROUNDS, Ratios, finalists, gaining
+from pipeline.errors import ConfigError, PipelineError, first_line, say
 from pipeline.params import PARAMS_FILE, Config, Machine
-from pipeline.report import facts
 from pipeline.results import Bench, ResultError, Session, Window, profile_directory, read_document
 from pipeline.results.bench_file import ONE_SESSION
 from pipeline.tools import candidates, choices
-from pipeline.tools.advised import FILE, Advice, Kind, LeftOut, in_words, write
+from pipeline.tools.advised import COMBINED_UNTIL, FILE, Advice, LeftOut, in_words, write
 from pipeline.tools.beforehand import parse_bytes
-from pipeline.tools.candidates import Candidate
-from pipeline.tools.live_table import LiveTable, dearest
+from pipeline.tools.live_table import LiveTable, dearest, in_cells
 
-RACED_UNTIL, COMBINED_UNTIL = 0.55, 0.7
-"""The shares of the minutes after which the race and the combinations end. The finalists have the rest, and more if
-they need it."""
+RACED_UNTIL = 0.55
+"""The share of the minutes after which the first race ends."""
 SAMPLING = 0.5
 """The share of the time of a race that first samples may take."""
 LONGEST, SLOWER = 1 / 8, 3
@@ -71,10 +67,9 @@ def run(
     write(advice := adviser.advice)
     if add:
         day, judged = advice.final.session.start_utc[:10] if advice.final else "", advice.judged()
-        settings = {name: candidates.settings_of(config, advice.candidates[name].added) for name in advice.best()}
-        added = choices.add_to(
-            config, settings, {name: f"advise, {day}: {in_words(judged[name])}" for name in settings}
-        )
+        settings = {name: candidates.settings_of(config, advice.candidates[name]) for name in advice.best()}
+        comments = {name: f"advise, {day}: {in_words(judged[name])}" for name in settings}
+        added = choices.add_to(config, settings, comments)
         say(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing'}")
 
 
@@ -86,13 +81,13 @@ def begun(
     baseline, session = config.compare.baseline, begin_session()
     of_baseline = config.model_copy(update={"variants": {baseline: config.variants[baseline]}})
     with served(of_baseline, machine, Server()) as job:
-        known, untried = candidates.alone(config, machine, job.plans[baseline], only, PREPARED, memory)
-        out = {name: LeftOut(kind="untried", why=why) for name, why in untried.items()}
-        empty = Advice(baseline=baseline, compare=config.compare, candidates=known, out=out, memory=memory)
-        empty = empty.model_copy(update=_bound(config))
+        most = parse_bytes(memory) if memory else 0
+        known, untried = candidates.alone(config, machine, job.plans[baseline], only, most)
+        chosen: dict[str, Any] = {"candidates": known, "untried": untried, "memory_bytes": most, **_bound(config)}
+        empty = Advice(baseline=baseline, compare=config.compare, **chosen)
         about = [session().boot_id, job.facts["keys"], str(job.facts["dataset"]), empty.to_json()]
-        empty = empty.model_copy(update={"key": files.json_sha256(about)})
-        yield Adviser(config, machine, job, session, table, empty)
+        key = files.json_sha256(about)
+        yield Adviser(config, machine, job, session, table, empty.model_copy(update={"key": key}))
 
 
 def _bound(config: Config) -> dict[str, str]:
@@ -132,12 +127,13 @@ class Adviser:
         self.sample([self.advice.baseline], math.inf)
         self.job.server.limit = max(LONGEST * self.table.seconds, SLOWER * self._seconds(self.advice.baseline))
         if not self.advice.finalists:
-            if not self.advice.benches or self.advice.unfinished():
-                first = self.advice.relieving()
-                self._race(sorted(self.advice.candidates, key=lambda name: name not in first), RACED_UNTIL)
-            while self.table.left(COMBINED_UNTIL) > 0 and (pairs := self.combinations(self._leaders())):
-                self._race([*self._leaders(), *pairs], COMBINED_UNTIL)
-            self._race_late()
+            if self.advice.unfinished():
+                self.rounds([], self.table.left(RACED_UNTIL), FEWEST_ROUNDS, self._beaten, turns=1)
+            until = COMBINED_UNTIL if self.advice.benches else RACED_UNTIL
+            while self.table.left(until) > 0 and (names := self._next()):
+                self._race(names, until)
+                finals = FINAL_ROUNDS * self._round_seconds([]) / self.table.seconds
+                until = COMBINED_UNTIL if self._front() else 1 - finals
             names = self._front()
             while len(names) > 1 and FINAL_ROUNDS * self._round_seconds(names) > self.table.left():
                 names.pop()
@@ -145,78 +141,62 @@ class Adviser:
         if (best := self.advice.finalists) and (not self.advice.final or self.advice.final.interrupted):
             seconds = max(self.table.left(), (FINAL_ROUNDS + 1) * self._round_seconds(best))
             self.rounds(best, seconds, FINAL_ROUNDS, self._settled)
-        if self.advice.memory:
-            self.update(batches=self._batches(parse_bytes(self.advice.memory)))
-        self.update(finished=True)
+        self.update(batches=self._batches(), finished=True)
 
-    def _race(self, names: Sequence[str], until: float, fewest: int = RACE_ROUNDS) -> None:
-        """Take first samples, and measure rounds in which beaten candidates drop out, or go on with such rounds. Of
-        those that have not raced before, the dearest take no part, so that ``fewest`` rounds fit."""
-        if earlier := self.advice.unfinished():
-            running = [arm.variant for arm in earlier.arms if arm.variant != self.advice.baseline]
-        else:
-            raced = self.advice.standing()
-            self.sample(names, SAMPLING * self.table.left(until))
-            costs = {name: self._seconds(name) for name in self.running(names) if name not in raced}
-            others = self._round_seconds([name for name in names if name in raced])
-            for name in dearest(costs, self.table.left(until) / fewest - others, len(costs) - 1):
-                why = f"with its {costs[name]:.1f} s a round, the race would have too few rounds (--minutes, --only)"
-                self._leave_out(name, "time", why)
-            running = self.running(names)
-        if running:
+    def _next(self) -> list[str]:
+        """Return what has not raced yet, new combinations among it, beside the fastest and the leanest so far; nothing
+        if all has raced."""
+        front, raced, first = self._front(), self.advice.standing(), self.advice.relieving()
+        leaders = list(dict.fromkeys((*front[:1], *front[-1:])))
+        self.combine(leaders)
+        unraced = [name for name in self.advice.candidates if name not in raced and name not in self.advice.out]
+        return unraced and [*leaders, *sorted(unraced, key=lambda name: name not in first)]
+
+    def _race(self, names: Sequence[str], until: float) -> None:
+        """Take first samples, and measure rounds in which beaten candidates drop out. Of those that have not raced
+        before, the dearest take no part, so that ``RACE_ROUNDS`` fit."""
+        self.sample(names, SAMPLING * self.table.left(until))
+        running, raced = self.running(names), self.advice.standing()
+        costs = {name: self._seconds(name) for name in running if name not in raced}
+        others = self._round_seconds([name for name in running if name in raced])
+        for name in dearest(costs, self.table.left(until) / RACE_ROUNDS - others, len(costs) - 1):
+            running.remove(name)
+            self.table.leave_out(name, f"with its {costs[name]:.1f} s a round, this race would have too few rounds")
+        if costs:
             self.rounds(running, self.table.left(until), FEWEST_ROUNDS, self._beaten, turns=1)
 
-    def _race_late(self) -> None:
-        """Race what there was no time for, in the time that the final rounds leave."""
-        front = self._front() or [self.advice.baseline]
-        until = 1 - FINAL_ROUNDS * self._round_seconds(front) / self.table.seconds
-        raced, kind = self.advice.standing(), self.advice.kind
-        # A candidate that is not left out has begun to be late in a run that was interrupted.
-        late = [name for name in self.advice.candidates if name not in raced and kind(name) in ("", "time")]
-        if late and self.table.left(until) > 0:
-            self.update(out={name: left_out for name, left_out in self.advice.out.items() if name not in late})
-            self._race(late, until, fewest=FEWEST_ROUNDS)
-
-    def _leaders(self) -> list[str]:
-        """Return the fastest and the leanest so far."""
-        front = self._front()
-        return list(dict.fromkeys((*front[:1], *front[-1:])))
-
-    def combinations(self, leaders: Sequence[str], most: int = AT_ONCE) -> list[str]:
-        """Return the next combinations of a leader with one more technique that gains something, no more than
-        ``most``."""
-        standing, known = self._standing(), self.advice.candidates
-        memory_bytes = parse_bytes(self.advice.memory) if self.advice.memory else 0
-        alone = [known[name] for name in gaining(standing) if not known[name].made_of]
-        pairs = dict[str, Candidate]()
+    def combine(self, leaders: Sequence[str], most: int = AT_ONCE) -> list[str]:
+        """Add the next combinations of a leader with one more technique that gains something to the candidates, no more
+        than ``most``, and return them."""
+        standing, known, untried = self._standing(), dict(self.advice.candidates), dict(self.advice.untried)
+        alone, pairs = [known[name] for name in gaining(standing) if not known[name].made_of], list[str]()
         for partner, leader in product(alone, leaders):
-            pair = candidates.combined(self.config, self.machine, known[leader], partner)
-            if not pair or pair.name in {*standing, *self.advice.out, *pairs} or len(pairs) == most:
-                continue
-            plan = candidates.planned(self.config, self.machine, pair.name, pair.added)
-            if why := candidates.too_large(self.config, plan, memory_bytes, PREPARED):
-                self._leave_out(pair.name, "untried", why)
-            else:
-                pairs[pair.name] = pair
-        self.update(candidates={**known, **pairs})
-        return [*pairs]
+            pair = candidates.combined(known[leader], partner)
+            if pair and pair.name not in known | untried and len(pairs) < most:
+                try:
+                    candidates.planned(self.config, self.machine, pair, self.advice.memory_bytes)
+                    known[pair.name] = pair
+                    pairs.append(pair.name)
+                except ConfigError as error:
+                    untried[pair.name] = first_line(error)
+        self.update(candidates=known, untried=untried)
+        return pairs
 
     def _standing(self) -> dict[str, Ratios]:
-        """Return the ratios so far of the candidates that train as the baseline does and work."""
-        standing, known = self.advice.standing().items(), self.advice.candidates
-        return {name: of for name, of in standing if not known[name].apart and self.advice.kind(name) in ("", "beaten")}
+        """Return the ratios so far of the candidates that train as the baseline does."""
+        return {name: of for name, of in self.advice.standing().items() if not self.advice.candidates[name].apart}
 
     def _front(self) -> list[str]:
         return finalists({name: ratios for name, ratios in self._standing().items() if name not in self.advice.out})
 
-    def _batches(self, memory_bytes: int) -> dict[str, int]:
+    def _batches(self) -> dict[str, int]:
         """Return baseline or finalist -> the largest batch that is predicted to fit, where it can be predicted."""
-        largest = {}
-        for name in (self.advice.baseline, *self.advice.finalists):
-            added = self.advice.candidates[name].added if name in self.advice.candidates else {}
+        largest, most = dict[str, int](), self.advice.memory_bytes
+        for name in (self.advice.baseline, *self.advice.finalists) if most else ():
+            candidate = self.advice.candidates.get(name) or candidates.Candidate(name=name, added={}, techniques=())
             with suppress(PipelineError):
-                plan = candidates.planned(self.config, self.machine, name, added)
-                largest[name] = candidates.estimated(self.config, plan, PREPARED).largest_batch(memory_bytes) or 0
+                plan = candidates.planned(self.config, self.machine, candidate)
+                largest[name] = candidates.estimated(self.config, plan).largest_batch(most) or 0
         return largest
 
     def running(self, names: Iterable[str]) -> list[str]:
@@ -227,16 +207,16 @@ class Adviser:
         self.advice = self.advice.model_copy(update=changes)
         files.write_text(FILE, self.advice.to_json())
 
-    def _leave_out(self, name: str, kind: Kind, why: str, rival: str = "") -> None:
-        self.update(out={**self.advice.out, name: LeftOut(kind=kind, why=why, rival=rival)})
+    def _leave_out(self, name: str, why: str, rival: str = "") -> None:
+        self.update(out={**self.advice.out, name: LeftOut(why=why, rival=rival)})
         self.table.leave_out(name, why)
 
     def _failed(self, name: str, error: BenchError) -> None:
         """Leave out an arm that failed, unless it is the baseline's. What it has beaten is not beaten any more."""
-        if name not in self.advice.candidates:
+        if name == self.advice.baseline:
             raise error
         self.update(out={other: of for other, of in self.advice.out.items() if of.rival != name})
-        self._leave_out(name, "failed", error.reason)
+        self._leave_out(name, error.reason)
         if isinstance(error, ServerLost) or name in self.advice.costs:  # in a round, other arms may be open
             self.job.server.restart()
 
@@ -244,35 +224,32 @@ class Adviser:
         """Return the candidate's arm. Raises BenchError if it cannot be planned."""
         if name == self.advice.baseline:
             return self.job.arms[0]
-        settings = candidates.settings_of(self.config, self.advice.candidates[name].added)
+        settings = candidates.settings_of(self.config, self.advice.candidates[name])
         return ArmSpec.of_variant(name, self.job.server, self.job.server.plan(name, settings))
 
     def sample(self, names: Sequence[str], seconds: float) -> None:
         """Take a first sample of each that has none, and see that its steps take the samples with which they are
-        credited. After ``seconds``, no further sample begins."""
+        credited. After ``seconds``, no further sample begins. The first sample of all, the baseline's, gives the steps
+        of a window."""
         ends = time.monotonic() + seconds
         for name in names:
-            if name in self.advice.costs or name in self.advice.out:
-                continue
-            if time.monotonic() >= ends:
-                self._leave_out(name, "time", "the time was over before its first sample (--minutes, --only)")
+            if name in self.advice.costs or name in self.advice.out or time.monotonic() >= ends:
                 continue
             try:
                 spec = self._spec(name)
-                if name == self.advice.baseline:
-                    calibrate(spec)  # its start includes that of the process that forks all arms
-                sample = calibrate(spec)
-                if name == self.advice.baseline:
-                    window, starts = self.config.bench.window_seconds, [sample.opening_seconds]
-                    self.update(steps=window_steps(window, sample.step_seconds, starts))
-                for rejection in Window.model_validate(sample.answer["window"]).rejections:
+                if not self.advice.costs:
+                    calibrate(spec)  # this start includes that of the process that forks all arms
+                first = calibrate(spec)
+                for rejection in Window.model_validate(first.answer["window"]).rejections:
                     if rejection.code.startswith("samples_"):
                         raise BenchError(rejection.text, name)
             except BenchError as error:
                 self._failed(name, error)
-            else:
-                self.update(costs={**self.advice.costs, name: (sample.opening_seconds, sample.step_seconds)})
-                self._show(f"first sample of {name}, {sample.opening_seconds:.0f} s to start")
+                continue
+            opening, step = first.opening_seconds, first.step_seconds
+            steps = self.advice.steps or window_steps(self.config.bench.window_seconds, step, [opening])
+            self.update(steps=steps, costs={**self.advice.costs, name: (opening, step)})
+            self._show(f"first sample of {name}, {opening:.0f} s to start")
 
     def _seconds(self, name: str) -> float:
         """Return about how long an arm takes in a round."""
@@ -284,23 +261,22 @@ class Adviser:
         return sum(map(self._seconds, (self.advice.baseline, self.advice.baseline, *names)))
 
     def _beaten(self, rounds: Rounds) -> Collection[str]:
-        race = Race.of(rounds.arms, self.advice.baseline, self.config.compare.margins)
+        race = self.advice.race(rounds.arms)
         running = [name for name in race.names[1:] if name not in self.advice.out]
-        known = self.advice.candidates.values()
-        no_rivals = [one.name for one in known if one.apart or self.advice.kind(one.name) == "failed"]
-        for name, rival in race.beaten(running, no_rivals).items():
-            ratios = ", ".join(f"{figure.word} {facts.brief(race.ratio(name, rival, figure))}" for figure in RACED)
+        for name, rival in race.beaten(running, self.advice.tried(apart=True)).items():
             how = "gains nothing over" if rival == self.advice.baseline else "beaten by"
-            self._leave_out(name, "beaten", f"{how} {rival}: {ratios}", rival)
+            self._leave_out(name, f"{how} {rival}: {in_cells(race.ratios(name, rival))}", rival)
         return self.advice.out
 
     def _settled(self, rounds: Rounds) -> Collection[str]:
         return looks.settled(rounds.arms, self.config.compare) | self.advice.out.keys()
 
     def rounds(self, names: Sequence[str], seconds: float, fewest: int, settled: Settled, **settings: Any) -> None:
-        """Measure rounds of the baseline, its control and these candidates, at least ``fewest``, until all are
-        ``settled``. Raises KeyboardInterrupt if they are interrupted."""
+        """Measure rounds of the baseline, its control and these candidates, or go on with unfinished rounds: at least
+        ``fewest``, until all are ``settled``. Raises KeyboardInterrupt if they are interrupted."""
         (baseline, control), earlier = self.job.arms, self.advice.unfinished()
+        if earlier:
+            names = [arm.variant for arm in earlier.arms if arm.variant != self.advice.baseline]
         minutes = (max(seconds, 1.0) + (earlier.seconds if earlier else 0.0)) / 60
         bench = side_by_side(
             "advise",
@@ -314,7 +290,6 @@ class Adviser:
             earlier=earlier,
             failed=self._failed,
             settled=settled,
-            first_look=fewest,
             fewest=fewest,
             **self.job.facts,
         )

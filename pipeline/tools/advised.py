@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.comparison import sessions, stats
 from pipeline.comparison.racing import RACED, Race, Ratios, foremost, gain, interaction
@@ -14,24 +14,21 @@ from pipeline.errors import count, say
 from pipeline.pages import render
 from pipeline.params import Compare, entry
 from pipeline.report import HUES, facts, pictures, write_pages
-from pipeline.results import REPORTS, Bench, Document, Record
+from pipeline.results import REPORTS, Arm, Bench, Document, Record
 from pipeline.results.figures import MEMORY, THROUGHPUT
 from pipeline.tools.candidates import Candidate
 
 FILE = REPORTS / "advice.json"
-
-
-Kind = Literal["untried", "time", "failed", "beaten"]
-"""untried: it cannot run here, or is not worth a try. time: it was not measured, because the time did not suffice."""
+COMBINED_UNTIL = 0.7
+"""The share of the minutes after which the last race ends. The finalists have the rest, and more if they need it."""
 
 
 class LeftOut(Record):
     """Why a candidate is not measured any more."""
 
-    kind: Kind
     why: str
     rival: str = ""
-    """What it is beaten by."""
+    """What it is beaten by; empty if it failed."""
 
 
 class Advice(Document):
@@ -43,21 +40,23 @@ class Advice(Document):
     compare: Compare
     candidates: Mapping[str, Candidate]
     """By their names; the combinations last."""
+    untried: Mapping[str, str] = {}
+    """What cannot run here, or is not worth a try -> why."""
     costs: Mapping[str, tuple[float, float]] = {}
-    """Candidate -> the seconds of its start and of a step, by its first sample."""
+    """Baseline or candidate -> the seconds of its start and of a step, by its first sample."""
     steps: int = 0
     out: Mapping[str, LeftOut] = {}
-    """Candidate that is not measured, or not any more -> why."""
+    """Candidate that is not measured any more -> why."""
     benches: tuple[Bench, ...] = ()
-    """The race, then later rounds, of combinations or of what there was no time for."""
+    """The race, then later ones, of combinations and of what there was no time for."""
     finalists: tuple[str, ...] = ()
     final: Bench | None = None
     bound: str = ""
     """What binds the baseline's step by its profile (``catalogue.Bound``); empty if unknown."""
     why: str = ""
     """What shows what binds the step."""
-    memory: str | None = None
-    """The memory into which a step must fit; None: any."""
+    memory_bytes: int = 0
+    """The memory into which a step must fit; 0: any."""
     batches: Mapping[str, int] = {}
     """Baseline or finalist -> the largest batch that is predicted to fit into it."""
     finished: bool = False
@@ -65,59 +64,53 @@ class Advice(Document):
     """Candidate -> figure -> ratio to the baseline, as on the page; for readers of the file (``write``)."""
 
     def tried(self, *, apart: bool) -> list[str]:
-        """Return the candidates that are tried: those that train as the baseline does, or those that change it."""
-        alike = (one.name for one in self.candidates.values() if bool(one.apart) is apart)
-        return [name for name in alike if self.kind(name) != "untried"]
+        """Return the candidates that train as the baseline does, or those that change the training, the fastest
+        first."""
+        names, standing = [one.name for one in self.candidates.values() if bool(one.apart) is apart], self.standing()
+        return sorted(names, key=lambda name: -gain(standing[name], THROUGHPUT) if name in standing else 0.0)
 
     def unfinished(self) -> Bench | None:
         """Return the bench that an interrupt ended, if any."""
         last = self.final if self.finalists else next(reversed(self.benches), None)
         return last if last and last.interrupted else None
 
-    def kind(self, name: str) -> Kind | Literal[""]:
-        """Return why a candidate is left out; empty if it is not."""
-        return self.out[name].kind if name in self.out else ""
-
     def state(self, name: str) -> str:
         """Say whether a candidate is still measured, and why not."""
         if name in self.out:
             return self.out[name].why
+        if name not in {arm.variant for bench in self.benches for arm in bench.arms}:
+            return "no time for it so far (--minutes, --only)"
         return "finalist" if name in self.finalists else "not decided" if self.finished else "not beaten"
 
+    def race(self, arms: Sequence[Arm]) -> Race:
+        """Return the race of those ``arms`` that did not fail: what fails beats nobody."""
+        failed = {name for name, left_out in self.out.items() if not left_out.rival}
+        return Race.of([arm for arm in arms if arm.variant not in failed], self.baseline, self.compare.margins)
+
     def races(self) -> list[Race]:
-        return [Race.of(bench.arms, self.baseline, self.compare.margins) for bench in self.benches]
+        return [self.race(bench.arms) for bench in self.benches]
 
     def standing(self) -> dict[str, Ratios]:
         """Return the ratios of the last rounds, before the final ones, in which each candidate took part."""
-        return {
-            name: {figure: race.ratio(name, self.baseline, figure) for figure in RACED}
-            for race in self.races()
-            for name in race.names[1:]
-        }
+        return {name: race.ratios(name, self.baseline) for race in self.races() for name in race.names[1:]}
 
-    def table(self) -> sessions.SampleTable | None:
-        """Return the table of the finalists' rounds."""
-        return sessions.table_of([self.final], self.compare.max_spread, {}) if self.final else None
+    def final_ratios(self, names: Sequence[str], below: str) -> dict[str, Ratios]:
+        """Return the ratios of ``names`` to ``below`` in the finalists' rounds, decided together by the rules of the
+        bench."""
+        if not self.final:
+            return {}
+        table = sessions.table_of([self.final], self.compare.max_spread, {})
+        of = {figure: table.compared(names, figure, figure.margin_in(self.compare.margins), below) for figure in RACED}
+        return {name: {figure: of[figure][name] for figure in RACED} for name in names}
 
     def judged(self) -> dict[str, Ratios]:
-        """Return the finalists' ratios in their own rounds, decided together by the rules of the bench."""
-        if not (table := self.table()):
-            return {}
-        names = [name for name in self.finalists if name not in self.out]  # one that failed is no advice
-        of = {figure: table.compared(names, figure, figure.margin_in(self.compare.margins)) for figure in RACED}
-        return {name: {figure: of[figure][name] for figure in RACED} for name in names}
+        """Return the finalists' ratios in their own rounds; one that failed is no advice."""
+        return self.final_ratios([name for name in self.finalists if name not in self.out], self.baseline)
 
     def against(self) -> dict[str, Ratios]:
         """Return pairs of finalists with the ratios of the first to the second."""
-        table, margins = self.table(), self.compare.margins
-        return {
-            f"{first} beside {second}": {
-                figure: next(iter(table.ratios(first, second, figure, figure.margin_in(margins)).values()))
-                for figure in RACED
-            }
-            for first, second in combinations(self.judged(), 2)
-            if table
-        }
+        pairs = combinations(self.judged(), 2)
+        return {f"{one} beside {other}": self.final_ratios([one], other)[one] for one, other in pairs}
 
     def interactions(self) -> Iterator[tuple[Candidate, Difference, str]]:
         """Yield each combination that is surely better or worse than the product of the two that it combines, with the
@@ -127,7 +120,7 @@ class Advice(Document):
             for candidate in map(self.candidates.__getitem__, race.names[1:]):
                 first, second = candidate.made_of or ("", "")
                 for figure in RACED if first in race.names and second in before else ():
-                    ratio = interaction(race.ratio(candidate.name, first, figure), before[second][figure])
+                    ratio = interaction(race.ratios(candidate.name, first)[figure], before[second][figure])
                     if stats.decide(ratio, ratio.margin) in ("better", "worse"):
                         yield candidate, ratio, figure.noun
 
@@ -153,15 +146,12 @@ class Advice(Document):
         if chosen:
             words = [f"`{name}`{when}: {in_words(judged[name])}" for name, when in chosen.items()]
             return f"{begun}take {'; '.join(words)}."
-        decided = {name for name, left_out in self.out.items() if left_out.kind != "time"}
-        decided |= {
-            name for name, of in judged.items() if {of[figure].decision for figure in RACED} <= {"same", "worse"}
-        }
-        alike = self.tried(apart=False)
-        wrong = f"an error in at most {stats.ERROR:.0%} of such races"
-        sure = f"each of {count(len(alike), 'candidate')} was beaten, failed or gains less than the margin; {wrong}"
-        if number := len(set(alike) - decided):
-            sure = f"{number} of {count(len(alike), 'candidate')} not decided (more minutes or a quieter machine helps)"
+        same = {name for name, of in judged.items() if {of[figure].decision for figure in RACED} <= {"same", "worse"}}
+        alike, wrong = self.tried(apart=False), f"an error in at most {stats.ERROR:.0%} of such races"
+        all_tried = count(len(alike), "candidate")
+        sure = f"each of {all_tried} was beaten, failed or gains less than the margin; {wrong}"
+        if number := len({*alike} - self.out.keys() - same):
+            sure = f"{number} of {all_tried} not decided (more minutes or a quieter machine helps)"
         return f"{begun}keep `{self.baseline}`: nothing that was tried is surely better; {sure}."
 
 
@@ -184,15 +174,11 @@ def write(advice: Advice, directory: Path = REPORTS) -> None:
     for number, (name, of) in enumerate((standing | judged).items(), 2):
         bare = {} if name in judged else {"low": None, "high": None}  # all intervals would hide those of the finalists
         speed, memory = (of[figure].model_copy(update=bare) for figure in RACED)
-        if not advice.candidates[name].apart and advice.kind(name) != "failed":
+        if not advice.candidates[name].apart:
             spots.append(pictures.Spot(number, name, speed, memory, name in best))
-    speeds = {name: gain(of, THROUGHPUT) for name, of in standing.items()}
     content: dict[str, Any] = {
         "advice": advice, "facts": facts, "raced": RACED, "judged": judged, "standing": standing,
         "doubts": sorted({ratio.why_untrusted for of in judged.values() for ratio in of.values()} - {None}),
-        "tried": {
-            apart: sorted(advice.tried(apart=apart), key=lambda name: -speeds.get(name, 0.0)) for apart in (False, True)
-        },
         "front": pictures.front_of(spots), "hues": {spot.variant: f"v{(spot.number - 1) % HUES}" for spot in spots},
     }  # fmt: skip
     write_pages(FILE.stem, directory, advice.to_json(), escape="markdown", **content)

@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError, hanging, say
 from pipeline.pages import render
 from pipeline.params import CATALOGUE, PARAMS_FILE, Config, Entry, Machine, Variant, exclusions
 from pipeline.params.loading import read_yaml
-from pipeline.plans import plan
+from pipeline.plans import Plan, plan
 
 CHANGES = {
     "nothing": "the trained weights are the same, bit for bit",
@@ -197,15 +197,19 @@ def _variants_in(path: Path) -> dict[str, dict[str, Any]]:
 def can_run(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> tuple[bool, str]:
     """Return False and the reason if the variant cannot run here, or if it has techniques and all are skipped.
     Otherwise return True and a remark."""
-    variant = _parsed(name, values)
     try:
-        made = plan(config.model_copy(update={"variants": {name: variant}}), name, machine)
+        made = planned(config, name, values, machine)
     except ConfigError as error:
         return False, str(error)
     skipped = "; ".join(f"{technique} is skipped: {reason}" for technique, reason in made.skipped.items())
-    if params.requested(variant) and not params.requested(made.applied):
+    if params.requested(made.requested) and not params.requested(made.applied):
         return False, skipped
     return True, f"can run here, but {skipped}" if skipped else "can run here"
+
+
+def planned(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> Plan:
+    """Return the plan of the variant ``name`` with these settings. Raises ConfigError if it cannot run here."""
+    return plan(config.model_copy(update={"variants": {name: _parsed(name, values)}}), name, machine)
 
 
 def _parsed(name: str, values: Mapping[str, Any]) -> Variant:
