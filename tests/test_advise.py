@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -234,6 +235,18 @@ def test_an_arm_that_fails_beats_nobody(advised: Callable[..., Advised]) -> None
         assert advice.out["for_loop_optimizer"] == LeftOut(why="cannot be measured: it ran out of memory")
         assert advice.sentence().startswith("take `channels_last`: ")
         Path("reports/advice.json").unlink()
+
+
+def test_advice_on_more_rounds_names_the_minutes_of_a_whole_run(advised: Callable[..., Advised]) -> None:
+    """Neither bench.max_minutes nor bench.max_rounds limits the rounds of the finalists."""
+    advice = advised(channels_last=Known(step=0.02), baseline=Known(scatter=0.25)).run("speed", minutes=10)
+    assert advice.final
+    for settings in (advice.final.config["bench"], {"max_minutes": 2.5, "max_rounds": 6}):
+        final = advice.final.model_copy(update={"config": {"bench": settings}})
+        why = advice.model_copy(update={"final": final}).judged()["channels_last"][THROUGHPUT].why_untrusted or ""
+        minutes = re.search(r"set --minutes: ([\d.]+)", why)
+        assert minutes
+        assert float(minutes[1]) > 10
 
 
 def test_without_candidates_there_is_no_advice(advised: Callable[..., Advised]) -> None:

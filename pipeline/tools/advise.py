@@ -291,7 +291,7 @@ class Adviser:
             failed=self._failed,
             settled=settled,
             fewest=fewest,
-            **self.job.facts,
+            **self.job.facts | {"budget": "--minutes"},
         )
         self._keep(bench)
         if bench.interrupted:

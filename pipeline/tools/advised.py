@@ -99,7 +99,10 @@ class Advice(Document):
         bench."""
         if not self.final:
             return {}
-        table = sessions.table_of([self.final], self.compare.max_spread, {})
+        # These rounds have at least this share of the minutes. So advice on more rounds names the minutes of a whole
+        # run, which bench.max_rounds does not limit.
+        limited = {"seconds": self.final.seconds / (1 - COMBINED_UNTIL), "config": {}}
+        table = sessions.table_of([self.final.model_copy(update=limited)], self.compare.max_spread, {})
         of = {figure: table.compared(names, figure, figure.margin_in(self.compare.margins), below) for figure in RACED}
         return {name: {figure: of[figure][name] for figure in RACED} for name in names}
 
