@@ -234,8 +234,7 @@ def _environment(_: argparse.Namespace) -> None:
         _check_nothing_is_lost()
     params.check_names(config.train, config.variants)
     planned = plans.plans(config, environment.machine(None if config.script else config.launch))
-    seen = _script_seen(config, before)
-    described = stages.described(config, planned, script=seen) | ({"script": seen} if seen else {})
+    described = stages.described(config, planned, script=_script_seen(config, before))
     links = hosts.links()  # hosts that differ are refused here, before anything runs
     written = environment.write(environment.fingerprint(plans.relied_on(config), links) | described)
     if links:

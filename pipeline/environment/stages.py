@@ -28,7 +28,7 @@ def described(
     """Return ``{"stages": {stage: {"code", "settings"}}, "variants": {variant: {"code", "plan"}}, "digests": {"stages":
     {stage: digest}, "variants": {variant: digest}}, "teachers": {variant: digest}, "rulers": {setting: digest}}`` as
     plain values. A teacher's digest is that of its file of weights; None without such a file. A ruler's digest is that
-    of the user's own task or metric (``code.of_function``).
+    of the user's own task or metric (``code.of_function``). ``{"script": script}`` is added, if it is given.
 
     "code" is file -> digest (``code``). dvc.yaml names "digests", so that dvc.lock does not repeat the code's files for
     each stage. ``plans``: the plan of every variant on this machine. ``only``: the stages to
@@ -69,6 +69,7 @@ def described(
             for key in ("task", "metric")
             if ":" in (name := getattr(config.train, key))
         },
+        **({"script": script} if script else {}),
     }
 
 

@@ -70,9 +70,7 @@ def run(output: Path, **asked: Any) -> None:
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output: found the file {output}; expected a directory, or a new name.")
     session, earlier, machine = begin_session(), read_sessions(output / "sessions"), environment.machine()
-    seen = examined(config)
-    content = environment.fingerprint() | stages.described(config, plans(config, machine), script=seen)
-    content["script"] = seen
+    content = environment.fingerprint() | stages.described(config, plans(config, machine), script=examined(config))
 
     def keep(bench: Bench) -> None:
         files.write_text(output / "sessions" / file_name(bench), bench.to_json())
