@@ -307,7 +307,7 @@ def test_a_training_without_a_digest_ends_at_once(
     monkeypatch.setattr(Job, "train", lambda _: pytest.fail("it was trained"))
     with pytest.raises(
         Unfollowed,
-        match=re.escape("README.md: read by the script, but without a digest, so changes would go unnoticed."),
+        match=re.escape("README.md was read by the job's own code, but has no digest."),
     ):
         trained({})
 

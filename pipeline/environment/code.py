@@ -226,17 +226,22 @@ def unfollowed_by(named: Set[str], section: Fetch | Train, files: Iterable[Path]
                     f"code. Write `import {name}` at the top of the file that needs it. If {name} is not in the folder "
                     "of params.yaml, add its folder to PYTHONPATH."
                 )
-        for path in sorted(filter(is_input, read)):
-            shown = os.path.relpath(path)
-            imports.check_copy({shown: path})
-            if path.resolve() not in followed:
-                raise Unfollowed(
-                    f"{shown} was read by the job's own code, but has no digest. So changes of {shown} would go "
-                    "unnoticed, and old results would count as results of the present file. Add the file to "
-                    f"params.yaml, as {key_of(section)}: [{', '.join([*section.files, shown])}]."
-                )
+        check_read(read, followed, section)
 
     return check
+
+
+def check_read(read: Iterable[Path], known: Set[Path], section: Fetch | Train) -> None:
+    """Raise Unfollowed if an input of the job that was ``read`` has no digest, since it is not among the ``known``
+    files; or as ``imports.check_copy`` does. ``section``: where a person lists files."""
+    inputs = {os.path.relpath(path): path for path in filter(is_input, read)}
+    imports.check_copy(inputs)
+    if unknown := sorted(name for name, path in inputs.items() if path.resolve() not in known):
+        raise Unfollowed(
+            f"{unknown[0]} was read by the job's own code, but has no digest. So changes of {unknown[0]} would go "
+            "unnoticed, and old results would count as results of the present file. Add what is missing to "
+            f"params.yaml, as {key_of(section)}: [{', '.join([*section.files, *unknown])}]."
+        )
 
 
 _opened: dict[str, int] = {}

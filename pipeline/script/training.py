@@ -14,7 +14,6 @@ from typing import Any
 
 from pipeline import environment, results
 from pipeline.environment import code, stages
-from pipeline.environment.imports import Unfollowed
 from pipeline.errors import PipelineError, say
 from pipeline.files import file_sha256, json_sha256, read_json, whole_directory
 from pipeline.measurement.sampling import SystemSampler
@@ -55,12 +54,7 @@ def examined(config: Config) -> dict[str, Any]:
 def check_known(read: Iterable[str], content: dict[str, Any], config: Config) -> None:
     """Raise Unfollowed if a file that a training ``read`` has no digest in ``content`` (environment.json)."""
     known = {path.resolve() for path in (*map(Path, content["script"]["files"]), *code.listed(config.train))}
-    unknown = sorted(name for name in read if Path(name).resolve() not in known)
-    if unknown:
-        raise Unfollowed(
-            f"{', '.join(unknown)}: read by the script, but without a digest, so changes would go unnoticed. Add to "
-            f"params.yaml: train.files: [{', '.join([*config.train.files, *unknown])}]."
-        )
+    code.check_read(map(Path, read), known, config.train)
 
 
 def run(config: Config, name: str, machine: Machine) -> None:
