@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import json
 import shutil
 import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,18 +38,13 @@ class Bed:
         ``first``: options of the first request."""
 
         def serve() -> None:
-            connection = self.listener.accept()[0]
-            stream = self.open = connection.makefile("rwb", buffering=0)
-            connection.close()
-            self.answers.append(json.loads(stream.readline()))
+            connection = self.open = Connection(self.listener.accept()[0].detach())
+            self.answers.append(connection.recv())
             plain = {"keep": True, "examine": False}
             for number, own in zip(steps, [first, *[{}] * len(steps)], strict=False):
-                request = {**plain, "steps": number, "anew": True, **options, **own}
-                stream.write(json.dumps(request).encode() + b"\n")
-                self.answers.append(json.loads(stream.readline()))
-            stream.write(
-                json.dumps(plain | {"steps": 10**9, "anew": True}).encode() + b"\n"
-            )  # an examined one would leave its hook
+                connection.send({**plain, "steps": number, "anew": True, **options, **own})
+                self.answers.append(connection.recv())
+            connection.send(plain | {"steps": 10**9, "anew": True})  # an examined one would leave its hook
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -70,8 +65,8 @@ def hooked() -> Iterator[Bed]:
     bed.rank.install(optimizers)
     yield bed
     atexit.unregister(bed.rank.end)
-    for stream in (bed.listener, bed.open, bed.rank.connection):
-        stream.close()
+    for opened in (bed.listener, bed.open, bed.rank.connection):
+        opened.close()
     monkeypatch.undo()
     for handle in handles:
         handle.remove()

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -27,10 +28,9 @@ from pipeline.params import Command, Config
 from pipeline.results import Window
 from pipeline.results.figures import OUTSIDE
 from pipeline.script import command, hook, jobs
-from pipeline.script.arms import OpenArm, Scripts
+from pipeline.script.arms import OpenArm, Scripts, same_jobs
 from pipeline.script.command import config_of
 from pipeline.script.jobs import Job, scratch_copy
-from pipeline.script.sameness import same_jobs
 from tests.commands import printed
 from tests.factories import make_arm, make_window
 from tests.hooked import Bed, hooked
@@ -362,7 +362,7 @@ def test_digests_and_updates_tell_equal_trainings_from_others(bed: Bed) -> None:
     serving.join()
     answer = bed.answers[1]
     assert answer["started"] != answer["ended"]
-    updates = [update for *_, update in torch.load(answer["trained"], weights_only=True)]
+    updates = [torch.from_numpy(update) for update in answer["updates"].values()]
     expected = [(now - then).reshape(-1) for then, now in zip(before, after, strict=True)]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(updates, expected, strict=True))
 
@@ -389,7 +389,7 @@ def examined_training(
                 model[0].weight.grad = None
             steps.step()
         serving.join()
-        return [bed.answers[1] | {"trained": torch.load(bed.answers[1]["trained"], weights_only=True)}]
+        return [bed.answers[1]]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD], ids=["adamw", "sgd"])
@@ -453,14 +453,12 @@ def turn_of(*seconds: float, wall: float = 0.0, compiling: float = 0.0, **memory
     return {"clock": clock, "memory": memory, "waits": [0.0, 0.0], "compile_seconds": compiling}
 
 
-def measured(
-    *ranks: dict[str, Any], gpu: str | None = None, memory: Any = (), samples: int | None = 64, requested: int = 4
-) -> Window:
+def measured(*ranks: dict[str, Any], gpu: str | None = None, memory: Any = (), samples: int | None = 64) -> Window:
     """The window of an arm whose ranks answered so; ``memory``: their answers in the memory window."""
     conditions = {"backend": None, "threads_per_process": 1, "parameter_count": 10, "learning_rate": 0.1}
     about = {"gpu": gpu, "conditions": conditions | {"world_size": len(ranks)}}
     job = cast(Job, SimpleNamespace(ranks=[about] * len(ranks), command=Command(())))
-    return OpenArm(job, samples, requested, [*ranks], [*memory]).measured().window
+    return OpenArm(job, samples, [*ranks], [*memory]).measured().window
 
 
 def test_an_evaluation_between_two_steps_is_no_step() -> None:
@@ -519,7 +517,8 @@ def test_a_scratch_copy_has_only_the_script_s_files(tmp_path: Path) -> None:
     (source / "link").symlink_to("data")
     for name in ("out", "best.pt"):  # of an earlier run, on another disk
         (source / name).symlink_to("data")
-    copy = scratch_copy(source, tmp_path / "copy", [source / name for name in ("report", "out", "best.pt")])
+    size = scratch_copy(source, copy := tmp_path / "copy", [source / name for name in ("report", "out", "best.pt")])
+    assert size == len("data/x.csv")
     assert sorted(path.name for path in copy.iterdir()) == ["data", "env", "link"]
     assert (copy / "data/x.csv").read_text("utf-8") == "data/x.csv"
     assert not (copy / "data").is_symlink()
@@ -561,10 +560,9 @@ class Played(Scripts):
             **outside,
         )  # fmt: skip
         conditions = make_arm("base", changed=plan["changed"], placement=None, batch_size=samples, rounds=1).conditions
-        trained = [("layer.weight", 1.0, torch.full((8,), update))]
-        self.examined[name] = [
-            {"started": "s", "ended": str(update), "trained": trained, "samples": [samples] * 3, "optimizers": 2}
-        ]
+        trained = {"names": {0: "layer.weight"}, "gradients": {0: (1.0, 8)}, "updates": {0: np.full(8, update)}}
+        examined = {"started": "s", "ended": str(update), "samples": [samples] * 3, "optimizers": 2}
+        self.examined[name] = [examined | trained]
         about = {"ledgers": None, "flops": None, "samples_per_step": samples, "samples_seen": samples}
         about["batch_differs"] = self._script.batch_differs
         return conditions.model_dump(mode="json") | about | {"window": window.model_dump(mode="json")}

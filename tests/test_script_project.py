@@ -112,7 +112,7 @@ def test_a_variant_is_arguments_variables_or_another_command() -> None:
     config = parse(PARAMS | {"variants": variants, "script": OWN | {"command": "A=1 python train.py --seed {seed}"}})
     base = ("python", "train.py", "--seed", "{seed}")
     changed = "A=1 python train.py --seed {seed}"
-    assert config.command_of("baseline") == (base, {"A": "1"}, changed, None, ("out",))
+    assert config.command_of("baseline") == (base, {"A": "1"}, changed, ("out",))
     assert config.command_of("tf32")[:2] == ((*base, "--fast"), {"A": "1", "NVIDIA_TF32_OVERRIDE": "1"})
     assert config.command_of("two")[:2] == (("torchrun", "train.py", "--seed", "{seed}", "--ddp"), {"A": "1"})
     assert config.command_of("two").changed == "torchrun train.py --seed {seed} --ddp"

@@ -20,8 +20,6 @@ class Command(NamedTuple):
     variables: dict[str, str] = {}  # noqa: RUF012
     changed: str = ""
     """What the arm changes, in words; for the baseline the whole command."""
-    samples: int | None = None
-    """Samples of one step, over all ranks; None if unknown."""
     outputs: tuple[str, ...] = ()
     """Files and folders that it writes."""
 

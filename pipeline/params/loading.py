@@ -91,8 +91,7 @@ class Config(Section):
         if own.arguments:
             made = command_of(f"{where}.arguments", own.arguments, made, whole=False)
         changed = " ".join(filter(None, [own.command, own.arguments])) or self.script.command
-        outputs = tuple(self.script.outputs)
-        return made._replace(changed=changed, samples=self.script.samples_per_step, outputs=outputs)
+        return made._replace(changed=changed, outputs=tuple(self.script.outputs))
 
     def with_train(self, **changes: Any) -> Config:
         """Return a copy with other values under ``train``; the values are not validated."""

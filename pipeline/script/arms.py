@@ -1,4 +1,5 @@
-"""The server of a script's arms. An arm is the script's command in fresh processes, which take steps on request.
+"""The server of a script's arms, and whether they do the same job. An arm is the script's command in fresh processes,
+which take steps on request.
 
 ``Scripts`` answers the requests of ``benchmark.server``: in the same process or, by ``serve``, in one of its own.
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -19,14 +21,13 @@ from pipeline.benchmark.server import Server
 from pipeline.environment import hardware, stages
 from pipeline.errors import PipelineError, say
 from pipeline.measurement.detectors import Detector, cpu_detectors, gpu_detectors, of_clock, of_memory, of_turns
+from pipeline.measurement.updates import relative_differences, rounding_errors
 from pipeline.measurement.windows import Clock, Memory
 from pipeline.params import Command, Config, Variant
 from pipeline.results import SameJob
 from pipeline.results.figures import OUTSIDE
 from pipeline.results.rejections import rejection
-from pipeline.script import sameness
 from pipeline.script.jobs import Answers, Job, one_source
-from pipeline.script.sameness import EXAMINED_STEPS, samples_of
 from pipeline.training.measured import OfRank, joined, of_rank
 
 MOST_WARMUPS = 10
@@ -35,6 +36,15 @@ STEADY = 1.25
 LONG_STEP = 3.0
 """A step that takes longer than this many medians contains work that is not the step's, such as an evaluation or a
 checkpoint. Its time beyond the median does not count as time of steps."""
+EXAMINED_STEPS = 4
+"""The first steps of each process. After them, an examined arm's parameters are compared with the baseline's."""
+ROUNDING = 2.0**-5
+"""Largest relative difference of a few steps' updates that is taken for rounding in the precision of the base. Numbers
+of 16 bits can differ by more: Adam turns the sign of a small gradient into a whole step."""
+OWN_FACTOR = 2.0
+"""A difference up to this many times the base's from itself is no difference."""
+LARGEST_OWN = 0.25
+"""If the base differs from itself by more than this, no difference means anything."""
 
 
 @dataclass
@@ -44,7 +54,6 @@ class OpenArm:
     job: Job
     samples: int | None
     """Samples of one step over all ranks; None if unknown."""
-    requested: int = 0
     answers: Answers = field(default_factory=list)
     memory: Answers = field(default_factory=list)
     """The answers of steps in which only the memory counts, on a CPU."""
@@ -65,7 +74,7 @@ class OpenArm:
             batch_size=self.samples or 1,
             device=first["gpu"] or hardware.cpu_model(hardware.cpu_facts()),
             changed=self.job.command.changed,
-            window=joined(ranks, requested_steps=self.requested, warmup=0, on_cpu=not first["gpu"]),
+            window=joined(ranks, requested_steps=0, warmup=0, on_cpu=not first["gpu"]),
             **first["conditions"],
         )
 
@@ -116,15 +125,15 @@ class Scripts(Server):
         alone = self._config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
         return alone.command_of(name).seeded(self._config.train.seeds[0])._asdict()
 
-    def open(self, name: str, plan: dict[str, Any], steps: int, **_more: Any) -> None:
+    def open(self, name: str, plan: dict[str, Any], *_steps: Any, **_more: Any) -> None:
         """Start an arm from its plan in fresh processes, and warm it up."""
         first, command = name not in self.examined, Command(**plan)
-        job = Job(name, command, self._script, self._source, watched=first and not self._open)
-        opened = self._open[name] = OpenArm(self._exits.enter_context(job), command.samples, steps)
+        job = self._exits.enter_context(Job(name, command, self._script, self._source, watched=False))
         job.meet()
         answers = job.take(EXAMINED_STEPS, keep=False, examine=first)
         self.examined.setdefault(name, answers)
-        opened.samples = command.samples or samples_of(self.examined[name])
+        samples = self._script.samples_per_step or samples_of(self.examined[name])
+        opened = self._open[name] = OpenArm(job, samples)
         on_cpu = not job.ranks[0]["gpu"]
         warm = job.take(MEMORY_STEPS[1], keep=not on_cpu)
         opened.memory = warm if on_cpu else []
@@ -149,14 +158,14 @@ class Scripts(Server):
         """End an open arm; return its ``Measured`` as plain values, and what is known of its samples a step."""
         opened, seen = self._open.pop(name), samples_of(self.examined[name])
         values = opened.measured().model_dump(mode="json")
-        opened.job.end()
-        samples = {"samples_per_step": self._script.samples_per_step or seen, "samples_seen": seen}  # None if unknown
+        opened.job.__exit__()
+        samples = {"samples_per_step": opened.samples, "samples_seen": seen}  # None if unknown
         return values | samples | {"batch_differs": self._script.batch_differs}
 
     def same_jobs(self, base: str, control: str) -> dict[str, SameJob]:
         """Return arm -> its job beside that of ``base``. Prints what a person must know of them."""
-        jobs = sameness.same_jobs(self.examined, base, control)
-        say("\n".join(f"bench: {line}" for line in sameness.lines(jobs, self.examined, base)))
+        jobs = same_jobs(self.examined, base, control)
+        say("\n".join(f"bench: {line}" for line in lines(jobs, self.examined, base)))
         return jobs
 
     def __enter__(self) -> Self:
@@ -184,3 +193,67 @@ def serve(config: Config) -> None:
     """Answer the requests of ``benchmark.server``."""
     with Scripts(config) as scripts:
         arm.answer_requests({name: getattr(scripts, name) for name in scripts.requests})
+
+
+# Whether the arms do the same job: their parameters after a few steps, and their samples a step
+
+
+def samples_of(answers: Answers) -> int | None:
+    """Return the samples of one step over all ranks; None if unknown."""
+    counts = [statistics.median_low(answer["samples"]) for answer in answers]
+    return (all(counts) and sum(counts)) or None
+
+
+def apart(ours: Answers, theirs: Answers) -> tuple[float, str]:
+    """Return the largest relative difference of a parameter's update on a rank of both, and the parameter's name.
+    Parameters whose gradients are rounding errors in both do not count."""
+    largest = 0.0, ""
+    for own, expected in zip(ours, theirs, strict=False):
+        noise = rounding_errors(own["gradients"]) & rounding_errors(expected["gradients"])
+        updates = (
+            {place: torch.from_numpy(update) for place, update in side["updates"].items() if place not in noise}
+            for side in (own, expected)
+        )
+        for place, difference in relative_differences(*updates).items():
+            largest = max(largest, (difference, (own["names"] | expected["names"])[place]))
+    return largest
+
+
+def same_jobs(examined: Mapping[str, Answers], base: str, control: str) -> dict[str, SameJob]:
+    """Return arm -> its job beside that of ``base``; for the base itself, that of ``control``."""
+
+    def of(name: str, key: str) -> list[Any]:
+        return [answer[key] for answer in examined[name]]
+
+    own_difference, _ = apart(examined[control], examined[base])
+    repeats = own_difference < LARGEST_OWN and of(control, "started") == of(base, "started")
+    jobs = {}
+    for name in (name for name in examined if name != control):
+        beside = control if name == base else name
+        difference, parameter = apart(examined[beside], examined[base])
+        known = repeats and difference < float("inf")
+        jobs[name] = SameJob(
+            steps=EXAMINED_STEPS,
+            equal_bits=of(beside, "ended") == of(base, "ended"),
+            difference=difference if known else None,
+            parameter=parameter if known else "",
+            rounding=max(ROUNDING, OWN_FACTOR * own_difference) if repeats else 0.0,
+            samples_per_step=samples_of(examined[name]),
+        )
+    return jobs
+
+
+def lines(jobs: Mapping[str, SameJob], examined: Mapping[str, Answers], base: str) -> Iterator[str]:
+    """Yield what a person must know of each arm's job."""
+    for name, job in jobs.items():
+        if (optimizers := examined[name][0]["optimizers"]) > 1:
+            yield f"{name}: {optimizers} optimizers take steps; only the steps of one count (script.optimizer: which)"
+        samples = "unknown samples" if job.samples_per_step is None else f"{job.samples_per_step:,} samples"
+        who = "again, its parameters" if name == base else "its parameters"
+        yield f"{name}: {samples} a step; after {job.steps} steps, {who} {job.in_words}"
+    if not jobs[base].equal_bits:
+        yield (
+            f"{base} does not repeat itself, so small differences of the arms mean little; to see them, seed it before "
+            "it makes the model (torch.manual_seed) and its data order, and set "
+            "torch.use_deterministic_algorithms(True)"
+        )

@@ -3,9 +3,9 @@
 ``jobs`` links this file as ``sitecustomize.py`` into a private folder and names the folder in ``PYTHONPATH``, so every
 Python process of the script runs it at its start. It imports nothing of this package, because the script may have
 modules of the same name; two files of it are run by their paths. A process that takes an optimizer step connects to the
-folder's socket. Then it waits at the boundaries of its steps for requests, one JSON object a line, and answers each
-with what it measured. When the connection is closed, the process ends at a boundary, so all ranks end after the same
-step. A request without a number of steps lets it train to its end; then it answers as it exits.
+folder's socket. Then it waits at the boundaries of its steps for requests, and answers each with what it measured. When
+the connection is closed, the process ends at a boundary, so all ranks end after the same step. A request without a
+number of steps lets it train to its end; then it answers as it exits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import importlib.util
 import json
 import os
 import runpy
-import socket
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -81,10 +79,7 @@ class Rank:
             self.made.append(id(optimizer))
 
         optimizers.Optimizer.__init__ = made
-        ours = (
-            "processes/malloc.py",
-            "measurement/windows.py",
-        )  # the latter binds the clock, before it can be replaced
+        ours = "processes/malloc.py", "measurement/windows.py"  # the latter binds the clock before it can be replaced
         self.malloc, self.windows = (runpy.run_path(str(PACKAGE / file)) for file in ours)
         self.malloc["return_freed_memory"]()
 
@@ -105,25 +100,25 @@ class Rank:
 
     def meet(self, optimizer: Any) -> None:
         """Connect, say what this process is, and wait for the first request."""
+        from multiprocessing.connection import Client  # imported here: most processes of a script take no step
+
         self.owner, self.pid = optimizer, os.getpid()
         own, group = [*map(local, parameters(optimizer))], self.torch.distributed
         self.device = own[0].device
         self.on_gpu = self.device.type == "cuda"
         about = self.torch.cuda.get_device_properties(self.device) if self.on_gpu else None
         together = group if group.is_available() and group.is_initialized() else None
-        with socket.socket(socket.AF_UNIX) as stream:
-            try:
-                stream.connect(str(self.folder / "socket"))
-            except OSError:
-                self.leave("a second process takes optimizer steps, or the bench has ended: one command, one training")
-            self.connection = stream.makefile("rwb")
+        try:
+            self.connection = Client(str(self.folder / "socket"))
+        except OSError:
+            self.leave("a second process takes optimizer steps, or the bench has ended: one command, one training")
         atexit.register(self.end)
-        self.say(
+        self.wait(
             pid=self.pid,
             rank=together.get_rank() if together else 0,
             gpu=about and about.name,
             uuid=about and str(getattr(about, "uuid", "")),
-            torch=self.torch.__version__,
+            torch=str(self.torch.__version__),
             conditions={
                 "world_size": together.get_world_size() if together else 1,
                 "backend": together.get_backend() if together else None,
@@ -132,7 +127,6 @@ class Rank:
                 "threads_per_process": self.torch.get_num_threads(),
             },
         )
-        self.wait()
 
     def boundary(self, optimizer: Any, *_: Any) -> None:
         """Mark the end of a step. After the wanted steps, answer the request and wait for the next one."""
@@ -144,19 +138,19 @@ class Rank:
         self.samples.append(self.entered)
         self.entered = 0
         if len(self.samples) == self.requested["steps"]:
-            self.answer()
-            self.wait()
+            self.wait(**self.answer())
         elif self.requested["steps"] is None and len(self.samples) % MOST_EVENTS == 0:
             self.clock.close(measured=True)
             self.clock.open()
 
-    def wait(self) -> None:
-        """Wait for a request, and begin it. End this process if the connection is closed."""
+    def wait(self, **facts: Any) -> None:
+        """Say ``facts``; wait for a request, and begin it. End this process if the connection is closed."""
         since, used = perf_counter(), process_time()
-        line = self.connection.readline()
-        if not line:
+        try:
+            self.connection.send(facts)
+            self.requested = self.connection.recv()
+        except (EOFError, OSError):
             self.leave("the bench has ended", 0)
-        self.requested = json.loads(line)
         self.malloc["keep_freed_memory" if self.requested["keep"] else "return_freed_memory"]()
         if self.requested["anew"]:
             self.clock = self.windows["Clock"](self.device)
@@ -172,34 +166,26 @@ class Rank:
         self.memory.open()
         self.clock.open()
 
-    def answer(self) -> None:
-        """Say what the steps since the last request ``anew`` took; of examined steps, also what they did."""
+    def answer(self) -> dict[str, Any]:
+        """Return what the steps since the last request ``anew`` took; of examined steps, also what they did."""
         self.clock.close(measured=True)  # first, because reading the memory takes as long as a short step
         self.memory.close(measured=True)
-        facts: dict[str, Any] = {"clock": self.clock.state(), "memory": self.memory.state(), "waits": self.waits}
+        facts = {"steps": self.steps, "clock": self.clock.state(), "memory": self.memory.state(), "waits": self.waits}
         facts["compile_seconds"] = self.compile_seconds() - self.compiled
         if self.requested["examine"] or self.requested["steps"] is None:
             facts["ended"], after = self.values()
         if self.requested["examine"]:
             self.counter.remove()
             facts["started"], before = self.start
-            facts |= {"trained": str(self.folder / f"trained-{self.pid}"), "optimizers": len(self.stepping)}
-            self.torch.save([*self.trained(before, after)], facts["trained"])
+            facts |= self.trained(before, after) | {"optimizers": len(self.stepping)}
             facts["samples"] = self.samples[1:]  # the request began after the forward pass of the first step
             del self.start
-        self.say(steps=self.steps, **facts)
+        return facts
 
     def end(self) -> None:
         """As the process exits, answer the request to train to the end."""
         if self.requested["steps"] is None and os.getpid() == self.pid:
-            self.answer()
-
-    def say(self, **facts: Any) -> None:
-        try:
-            self.connection.write(json.dumps(facts).encode() + b"\n")
-            self.connection.flush()
-        except OSError:
-            self.leave("the bench has ended")
+            self.connection.send(self.answer())
 
     def leave(self, why: str, code: int = 1) -> None:
         """End this process at once, so that nothing of the script runs any more."""
@@ -231,15 +217,19 @@ class Rank:
             whole.update(memoryview(flat.cpu().contiguous().view(self.torch.uint8).numpy()))
         return whole.hexdigest(), some
 
-    def trained(self, before: list[Any], after: list[Any]) -> Iterator[tuple[str, float | None, Any]]:
-        """Yield each parameter's name, if a module got samples, the root mean square of its gradient, if it has one,
-        and the change of its values."""
+    def trained(self, before: list[Any], after: list[Any]) -> dict[str, dict[int, Any]]:
+        """Return, by each parameter's place, its name, if a module got samples; the root mean square and the size of
+        its gradient, if it has one; and the change of its values, as an array, since a connection shares tensors."""
         named = () if self.model is None else self.model.named_parameters()
         names = {id(parameter): name for name, parameter in named}
-        for parameter, then, now in zip(parameters(self.owner), before, after, strict=False):
-            gradient = None if parameter.grad is None else local(parameter.grad).detach().float()
-            mean = None if gradient is None else float(gradient.square().mean().sqrt())
-            yield names.get(id(parameter), "a parameter"), mean, now - then
+        facts: dict[str, dict[int, Any]] = {"names": {}, "gradients": {}, "updates": {}}
+        for place, parameter in enumerate(parameters(self.owner)[: len(before)]):
+            facts["names"][place] = names.get(id(parameter), "a parameter")
+            facts["updates"][place] = (after[place] - before[place]).numpy()
+            if parameter.grad is not None:
+                gradient = local(parameter.grad).detach().float()
+                facts["gradients"][place] = float(gradient.square().mean().sqrt()), gradient.numel()
+        return facts
 
     @staticmethod
     def compile_seconds() -> float:

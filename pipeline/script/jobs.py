@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -16,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,8 @@ class Job(AbstractContextManager["Job"]):
     """The processes of one arm, or of one training to its end.
 
     ``source``: what ``one_source`` yields. ``watched``: the files that the processes open are recorded
-    (``files_read``), which slows them down a little; and no output may be there before, from which the run could
-    resume. Every error ends all processes of the arm. At the end, its outputs are deleted, as a copy is. Raises
-    BenchError.
+    (``files_read``), which slows them down a little. At the end, also after an error, no process of the arm is left,
+    and its outputs are deleted, as a copy is. Raises BenchError.
     """
 
     def __init__(self, name: str, command: Command, script: Script, source: Path | None, *, watched: bool) -> None:
@@ -66,9 +65,9 @@ class Job(AbstractContextManager["Job"]):
         self._exits = ExitStack()
         folder = tempfile.TemporaryDirectory(prefix="arm-", dir="/tmp", ignore_cleanup_errors=True)
         self.folder = Path(self._exits.enter_context(folder))  # with a short path, as a socket needs
-        self.ranks: list[dict[str, Any]] = []
+        self.ranks: tuple[dict[str, Any], ...] = ()
         """What each rank said about itself, by rank."""
-        self._streams: list[Any] = []
+        self._connections: tuple[Connection, ...] = ()
         self._listener = self._exits.enter_context(socket.socket(socket.AF_UNIX))
         self._listener.bind(str(self.folder / "socket"))
         self._listener.listen(128)
@@ -87,8 +86,6 @@ class Job(AbstractContextManager["Job"]):
         try:
             if source:
                 shutil.copytree(source, self.work, symlinks=True)
-            if watched and (there := self._outputs()):
-                raise OSError(f"script.outputs: {there[0]} is there, from which it could resume: move it away")
             self.process = subprocess.Popen(
                 command.words, cwd=self.work, env=variables | ours, stdin=subprocess.DEVNULL, stdout=written,
                 stderr=written, start_new_session=True, preexec_fn=terminate_with_parent,
@@ -99,14 +96,14 @@ class Job(AbstractContextManager["Job"]):
 
     def meet(self) -> None:
         """Wait until all ranks are at their first optimizer step."""
-        while not self.ranks or len(self.ranks) < self.ranks[0]["conditions"]["world_size"]:
+        met: list[tuple[dict[str, Any], Connection]] = []
+        while not met or len(met) < met[0][0]["conditions"]["world_size"]:
             self._await(self._listener)
-            with self._listener.accept()[0] as connection:
-                self._streams.append(connection.makefile("rwb", buffering=0))
-            self.ranks.append(self._line(self._streams[-1]))
+            connection = Connection(self._listener.accept()[0].detach())
+            met.append((self._answer(connection), connection))
         self._listener.close()
-        by_rank = sorted(zip(self.ranks, self._streams, strict=True), key=lambda rank: int(rank[0]["rank"]))
-        self.ranks, self._streams = map(list, zip(*by_rank, strict=True))
+        met.sort(key=lambda rank: int(rank[0]["rank"]))
+        self.ranks, self._connections = zip(*met, strict=True)
         if (used := self.ranks[0]["torch"]) != torch.__version__:
             recorded = f"but the pipeline with {torch.__version__}, which is what it records: run both with one Python"
             raise self.failure(f"it runs with torch {used}, {recorded}")
@@ -114,13 +111,10 @@ class Job(AbstractContextManager["Job"]):
     def take(self, steps: int | None, *, keep: bool = True, anew: bool = True, examine: bool = False) -> Answers:
         """Let each rank take ``steps`` steps, and return the ranks' answers. ``keep``: with ``keep_freed_memory``.
         Without ``anew``, the answers also count the steps of the last request."""
-        request = json.dumps({"steps": steps, "keep": keep, "anew": anew, "examine": examine})
-        for stream in self._streams:
+        for connection in self._connections:
             with suppress(OSError):  # reading reports a rank that has ended
-                stream.write(request.encode() + b"\n")
-        answers = [self._line(stream) for stream in self._streams]
-        for answer in answers if examine else ():
-            answer["trained"] = torch.load(answer["trained"], weights_only=True)
+                connection.send({"steps": steps, "keep": keep, "anew": anew, "examine": examine})
+        answers = [self._answer(connection) for connection in self._connections]
         self.steps = answers[0]["steps"]
         return answers
 
@@ -178,16 +172,17 @@ class Job(AbstractContextManager["Job"]):
         if self._shows:
             say(self._output.read().decode(errors="replace").replace("\r", "\n"), end="")
 
-    def _line(self, stream: Any) -> Any:
-        self._await(stream)
-        if not (line := stream.readline()):
-            raise self.failure()
-        return json.loads(line)
+    def _answer(self, connection: Connection) -> Any:
+        self._await(connection)
+        try:
+            return connection.recv()
+        except (EOFError, OSError):
+            raise self.failure() from None
 
-    def _await(self, stream: Any) -> None:
-        """Wait until ``stream`` can be read. Raises BenchError if the command ends, or if it is silent for too long."""
+    def _await(self, source: Connection | socket.socket) -> None:
+        """Wait until ``source`` can be read. Raises BenchError if the command ends, or if it is silent for too long."""
         latest, ended = time.monotonic() + self.timeout, False
-        while not select.select([stream], [], [], 0.2)[0]:
+        while not wait([source], 0.2):
             self._show()
             if ended:
                 raise self.failure()
@@ -196,7 +191,7 @@ class Job(AbstractContextManager["Job"]):
                 raise self.failure(f"it was silent for {self.timeout:.0f} s (script.timeout_seconds allows more)")
 
     def failure(self, why: str = "") -> BenchError:
-        """End the arm; return the error, with the last lines of the output. ``why``: by default, how it ended."""
+        """Return the error, with the last lines of the output. ``why``: by default, how it ended."""
         where = f"after {count(self.steps, 'step')}" if self.steps else "before its first optimizer step"
         if not why:
             with suppress(subprocess.TimeoutExpired):  # a launcher reports the end of a rank
@@ -205,80 +200,74 @@ class Job(AbstractContextManager["Job"]):
             killed = f"the command was killed by {signal.Signals(-code).name}" if code and code < 0 else ""
             endings = {None: "its ranks ended, but the command did not", 0: ENDED}
             why = endings.get(code, killed or f"the command ended with exit code {code}")
-        why += ". It ran without input and terminal"
-        why += "" if self.script.in_place else ", in a copy of this directory (with --in-place: in itself)"
-        error = BenchError(f"{self.name} cannot be measured: {where}, {why}.{self.said()}")
-        self.end(patience=0)
-        return error
+        how = "It ran without input and terminal, in a copy of this directory (with --in-place: in itself)"
+        return BenchError(f"{self.name} cannot be measured: {where}, {why}. {how}.{self.said()}")
 
-    def end(self, patience: float = END_SECONDS) -> None:
-        """Let the ranks end at their boundary, wait for the command's end, then kill whatever still runs."""
-        for stream in self._streams:
-            with suppress(OSError):
-                stream.close()
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        """Let the ranks end at their boundary and wait for the command's end, unless after an error; then kill whatever
+        still runs. A second call does nothing."""
+        if not self.folder.exists():
+            return
+        for connection in self._connections:
+            connection.close()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience)
+            self.process.wait(0 if kind else END_SECONDS)
         while running := [process for process in psutil.process_iter(["environ"]) if self._owns(process)]:
             for process in running:
                 with suppress(psutil.Error):
                     process.kill()
             psutil.wait_procs(running, END_SECONDS)
         self.process.wait()
-        for path in self._outputs():
+        for path in present(self.work, self.command.outputs):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         self._exits.close()
 
     def _owns(self, process: psutil.Process) -> bool:
         return (process.info["environ"] or {}).get(hook.FOLDER) == str(self.folder)
 
-    def _outputs(self) -> list[Path]:
-        """Return the outputs that are there; of a folder, which can be a link, its content."""
-        places = [self.work / output for output in self.command.outputs]
-        return [path for place in places for path in (place.iterdir() if place.is_dir() else [place]) if path.exists()]
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self.folder.exists():
-            self.end(patience=0 if kind else END_SECONDS)
-
 
 @contextmanager
 def one_source(config: Config) -> Iterator[Path | None]:
     """Yield one copy of the working directory, the source of all jobs, so that what is edited meanwhile is in none of
-    them; None with ``script.in_place``. The copy has no outputs of earlier runs, from which a run could resume."""
+    them; None with ``script.in_place``. The copy has no outputs of earlier runs, from which a run could resume. Raises
+    BenchError if there are some in place, or behind a link."""
     assert config.script is not None
-    if config.script.in_place:
-        yield None
-        return
-    places: list[Path | str] = [KEPT, *(MODELS / name for name in config.variants)]
-    for seed in config.train.seeds:
-        places += config.command_of(config.compare.baseline).seeded(seed).outputs
+    here, command = Path.cwd(), config.command_of(config.compare.baseline)
+    outputs = [output for seed in config.train.seeds for output in command.seeded(seed).outputs]
+    left_out: list[str | Path] = [*outputs, KEPT, *(MODELS / name for name in config.variants)]
     with tempfile.TemporaryDirectory(prefix="source-") as folder:
-        yield scratch_copy(Path.cwd(), Path(folder, "work"), {Path.cwd() / place for place in places})
+        source = None if config.script.in_place else Path(folder, "work")
+        if source:
+            scratch_copy(here, source, {here / path for path in left_out})
+        if there := present(source or here, outputs):
+            raise BenchError(f"script.outputs: {there[0]} is there, from which it could resume: move it away.")
+        yield source
 
 
-def scratch_copy(source: Path, target: Path, left_out: Collection[Path]) -> Path:
-    """Copy the working directory, without ``left_out``, .git and .dvc, and return ``target``. Links stay links, and an
-    environment of Python becomes a link. Raises BenchError if the files take more than ``LARGEST_COPY``."""
-    size = 0
+def present(work: Path, outputs: Iterable[str]) -> list[Path]:
+    """Return the ``outputs`` that are in ``work``; of a folder, which can be a link, its content."""
+    places = [work / output for output in outputs]
+    return [path for place in places for path in (place.iterdir() if place.is_dir() else [place]) if path.exists()]
 
-    def skipped(folder: str, names: list[str]) -> list[str]:
-        nonlocal size
-        copied = target / Path(folder).relative_to(source)
-        copied.mkdir()
-        kept = []
-        for path in (Path(folder, name) for name in names if name not in (".git", ".dvc")):
-            if path in left_out:
-                continue
-            if path.is_symlink() or (path / "pyvenv.cfg").exists():
-                (copied / path.name).symlink_to(path.resolve())
-            elif path.is_dir() or path.is_file():
-                kept.append(path.name)
-                size += path.is_file() and path.stat().st_size
-        if size > LARGEST_COPY:
-            raise BenchError(
-                f"{source}: found more than {LARGEST_COPY >> 30} GiB, too much to copy for each arm; run with "
-                "--in-place (script.in_place: true), or put a link in place of what is large."
-            )
-        return [name for name in names if name not in kept]
 
-    return Path(shutil.copytree(source, target, ignore=skipped, dirs_exist_ok=True))
+def scratch_copy(source: Path, target: Path, left_out: Collection[Path], size: int = 0) -> int:
+    """Copy a folder of the working directory, without ``left_out``, .git and .dvc; return its bytes beside ``size``.
+    Links stay links, and an environment of Python becomes a link. Raises BenchError if ``LARGEST_COPY`` is exceeded."""
+    target.mkdir()
+    for path in source.iterdir():
+        copy = target / path.name
+        if path in left_out or path.name in (".git", ".dvc"):
+            continue
+        if path.is_symlink() or (path / "pyvenv.cfg").exists():
+            copy.symlink_to(path.resolve())
+        elif path.is_dir():
+            size = scratch_copy(path, copy, left_out, size)
+        elif path.is_file():  # no socket or pipe
+            size += path.stat().st_size
+            if size > LARGEST_COPY:
+                raise BenchError(
+                    f"{Path.cwd()}: found more than {LARGEST_COPY >> 30} GiB, too much to copy for each arm; run with "
+                    "--in-place (script.in_place: true), or put a link in place of what is large."
+                )
+            shutil.copy2(path, copy)
+    return size

@@ -22,9 +22,8 @@ from pipeline.params.commands import SEED
 from pipeline.plans import plan
 from pipeline.results import HistoryRow, Result, Run, ScoreName, Unit
 from pipeline.results.figures import OUTSIDE, THROUGHPUT
-from pipeline.script.arms import OpenArm, recorded
+from pipeline.script.arms import EXAMINED_STEPS, OpenArm, recorded, samples_of
 from pipeline.script.jobs import KEPT, Job, one_source
-from pipeline.script.sameness import EXAMINED_STEPS, samples_of
 
 RUN, OUTPUTS, OUTPUT = "run.json", "outputs", "output.txt"
 """In the folder of a finished seed: its figures; what it leaves under models/, with what it printed."""
@@ -102,7 +101,7 @@ def _trained(
         startup = time.monotonic() - started
         check_known(job.files_read(), content, config)  # before a long training
         first = job.take(EXAMINED_STEPS, examine=True)
-        samples = command.samples or samples_of(first)
+        samples = script.samples_per_step or samples_of(first)
         answers = job.train()
         value, score = _score(script, seed, job, began)
         check_known(job.files_read(), content, config)
