@@ -44,7 +44,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     enter(tmp_path, monkeypatch, JOB)
     process = subprocess.Popen([*PYTHON, "host", "--listen", address], cwd="/", env=variables())
     yield address
-    process.kill()
+    process.terminate()
     process.wait()
 
 

@@ -26,6 +26,8 @@ from tests.outside import on_path, write_metadata
 from tests.parallel import CPU
 from tests.workspaces import furnish
 
+code._note_opened.__cantrace__ = True  # type: ignore[attr-defined]  # else `make coverage` sees no audit hook
+
 NET = """
 from importlib import import_module
 

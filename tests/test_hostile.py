@@ -329,7 +329,6 @@ def test_a_harmless_configuration_is_taken() -> None:
     assert from_config._checked(LLAMA | harmless) == LLAMA | harmless
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -357,7 +356,6 @@ def test_a_hostile_configuration_of_a_model_is_named(
     assert named in str(caught.value)
 
 
-@pytest.mark.slow
 def test_a_configuration_is_built_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
@@ -488,7 +486,6 @@ def test_no_format_character_reaches_the_report(capsys: pytest.CaptureFixture[st
         assert not set(UNSEEN.replace("\n", "")) & set(page), path
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("job")
 def test_plan_escapes_a_model_s_name(capsys: pytest.CaptureFixture[str]) -> None:
     write({"params.yaml": params(train={"model": f"nets:{ESCAPE}\u202e"}), "nets.py": b"def net(**_): pass"})

@@ -127,7 +127,6 @@ def test_workers_outlive_signals_to_the_training(digits: Dataset) -> None:
         assert len(list(batches)) == 12
 
 
-@pytest.mark.slow
 def test_held_workers_do_nothing(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     done = multiprocessing.Value("i", 0)
     real = loader._Samples.__getitem__

@@ -242,7 +242,6 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return use
 
 
-@pytest.mark.slow
 def test_a_configuration_of_transformers_is_a_model(configured: Callable[..., None]) -> None:
     configured("llama")
     losses, kept = [], []
@@ -258,7 +257,6 @@ def test_a_configuration_of_transformers_is_a_model(configured: Callable[..., No
     assert max(kept[1:]) < kept[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_token_sees_one_that_follows(configured: Callable[..., None], family: str) -> None:
     configured(family)
@@ -270,7 +268,6 @@ def test_no_token_sees_one_that_follows(configured: Callable[..., None], family:
     assert not torch.equal(usual[-1], changed[-1])
 
 
-@pytest.mark.slow
 def test_a_configuration_without_model_is_refused(
     configured: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

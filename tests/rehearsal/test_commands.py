@@ -102,7 +102,6 @@ def test_two_ranks_are_an_arm_too(name: str, variant: str) -> None:
     assert measured.ledgers is not None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "variant"), [("ddp", "ddp"), ("sharded", "fsdp")])
 def test_ranks_that_exchange_nothing_tell_their_buckets(
     name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,7 +125,6 @@ def test_ranks_that_exchange_nothing_tell_their_buckets(
         assert ("all_gather" in {bucket.operation for bucket in rank.buckets}) is (variant == "fsdp")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("gpus")
 def test_two_ranks_are_profiled() -> None:
     config = configure(ddp=SETS["ddp"]["ddp"])
