@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +31,8 @@ from pipeline.results import read_document
 from pipeline.results.figures import MEMORY, THROUGHPUT
 from pipeline.tools import advise, candidates
 from pipeline.tools.advised import FILE, Advice, LeftOut
-from tests.factories import make_arm, make_bench, make_ratio, make_session
-from tests.timed import Known, Timed
+from tests.factories import make_arm, make_bench, make_ratio
+from tests.timed import Known, Timed, play
 from tests.workspaces import CPU_ONLY, enter
 
 PARAMS: dict[str, Any] = {"train": {"device": "cpu"}, "variants": {"baseline": {}}}
@@ -79,18 +79,8 @@ class Advised:
         bench = make_bench()
         facts = {name: getattr(bench, name) for name in ("environment", "commit", "config", "dataset", "margins")}
         facts |= {"baseline": "baseline", "keys": {"baseline": "k"}}
-
-        @contextmanager
-        def served(_: Config, __: object, given: Arms) -> Iterator[Job]:
-            with given:
-                yield Job(given, {"baseline": base}, (spec, control), "cpu", facts, dict)
-
-        monkeypatch.setattr(advise, "served", served)
-        monkeypatch.setattr(advise, "Server", lambda: server)
-        monkeypatch.setattr(advise, "begin_session", lambda: lambda: make_session())
+        play(monkeypatch, advise, Job(server, {"baseline": base}, (spec, control), "cpu", facts, dict))
         monkeypatch.setattr(candidates, "_mixes_samples", lambda *_: False)
-        monkeypatch.setattr("time.monotonic", lambda: server.now)
-        monkeypatch.setattr("pipeline.processes.age_seconds", lambda: 3.0)
 
     def run(self, *only: str, minutes: float = 20.0, add: bool = False, memory: str | None = None) -> Advice:
         """Return the advice; the run must not have taken much longer than its minutes."""
@@ -408,6 +398,7 @@ def test_an_interaction_has_the_errors_of_both() -> None:
     assert ratio.estimate == pytest.approx(1.25)
     half = math.hypot(math.log(1.03), math.log(1.04))
     assert ratio.bounds == pytest.approx((1.25 * math.exp(-half), 1.25 * math.exp(half)))
+    assert interaction(beside, Difference(estimate=1.2)) == Difference(), "without an interval, nothing is known"
 
 
 @pytest.mark.parametrize("within", [0.04, 0.08])

@@ -596,13 +596,17 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(
 
 def test_an_option_goes_with_its_parallelism() -> None:
     tuned = {"parallelism": "ddp", "bucket_mb": 5, "gradient_accumulation": 2}
-    config = parse({"bench": {"ablate": ["tuned"]}, "variants": {"baseline": {}, "tuned": tuned}})
+    variants = {"baseline": {}, "tuned": tuned, "alone": {"channels_last": True}}
+    config = parse({"bench": {"ablate": ["tuned", "alone"]}, "variants": variants})
     isolated, without = stage.isolating(config, plans(config, CPU_ONLY), FakeServer())
     assert [(arm.role, arm.technique) for arm in isolated] == [
         (role, technique) for technique in ("ddp", "gradient_accumulation=2") for role in ("with", "without")
     ]
     assert isolated[1].plan == Variant(gradient_accumulation=2).model_dump(mode="json")
-    assert without == {"tuned": {"bucket_mb=5": "it works only with the variant's parallelism, which baseline lacks"}}
+    assert without == {
+        "tuned": {"bucket_mb=5": "it works only with the variant's parallelism, which baseline lacks"},
+        "alone": {"channels_last": "alone changes nothing else, so its own figures show the effect"},
+    }
 
 
 def test_a_server_s_output_is_printed_above_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -684,6 +688,9 @@ def test_a_server_measures_and_names_what_it_cannot(workspace: Path) -> None:
         plans = {"calm": sent, "waiting": server.plan("waiting", Variant().model_dump(mode="json"))}
         arms = [ArmSpec.of_variant(name, server, plan) for name, plan in plans.items()]
         answer, waiting = (calibrate(arm, 8).answer for arm in arms)
+        server.open("calm", sent, 8, memory=False)
+        server.turn("calm", 8)
+        without_memory = Window.model_validate(server.close("calm")["window"])
         sent["train"]["model"] = "broken:net"
         with pytest.raises(BenchError, match=r"(?s)calm cannot be measured.*planted"):
             server.open("calm", sent, 8)
@@ -693,6 +700,7 @@ def test_a_server_measures_and_names_what_it_cannot(workspace: Path) -> None:
     assert (window.measured_steps, of_the_job(window.rejections)) == (8, ())
     assert answer["applied"]["gradient_accumulation"] == 4
     assert bool(window.samples_per_second) is not bool(window.rejections)
+    assert (without_memory.measured_steps, without_memory.peak_memory_bytes) == (8, None)
     window = Window.model_validate(waiting["window"])
     assert "input_wait" in [rejection.code for rejection in window.rejections]
     assert (window.samples_per_second, window.step_p50_ms, window.measured_steps) == (None, None, 8)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from pipeline import processes, results
+from pipeline import cli, processes, results
 from pipeline.benchmark import stage
-from pipeline.benchmark.server import ArmSpec
+from pipeline.benchmark.server import ArmSpec, BenchError
 from pipeline.benchmark.stage import Job
 from pipeline.errors import ConfigError
-from pipeline.params import Config, parse
+from pipeline.params import parse
+from pipeline.plans import plans
 from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.tools import first_look
 from tests.factories import known, make_bench, make_session
-from tests.timed import Known, Timed
+from tests.timed import Known, Timed, play
 from tests.workspaces import CPU_ONLY
 
 
@@ -35,18 +38,8 @@ class Try:
         kept = ("environment", "commit", "config", "dataset", "margins")
         facts = {name: getattr(bench, name) for name in kept}
         facts |= {"baseline": specs[0].name, "keys": self.keys()}
-        self.job = Job(server, {}, (*specs, control), "cpu", facts, self.keys)
-
-        @contextmanager
-        def served(_: Config, __: object, given: Timed) -> Iterator[Job]:
-            with given:
-                yield self.job
-
-        monkeypatch.setattr(first_look, "served", served)
-        monkeypatch.setattr(first_look, "Server", lambda: server)
-        monkeypatch.setattr(first_look, "begin_session", lambda: lambda: make_session())
-        monkeypatch.setattr("time.monotonic", lambda: server.now)
-        monkeypatch.setattr("pipeline.processes.age_seconds", lambda: 3.0)
+        self.job = Job(server, plans(self.config, CPU_ONLY), (*specs, control), "cpu", facts, self.keys)
+        play(monkeypatch, first_look, self.job)
 
     def keys(self, **replaced: object) -> dict[str, str]:
         return dict.fromkeys(self.server.arms, str(self.settings | replaced))
@@ -128,6 +121,37 @@ def test_an_interrupt_keeps_what_is_known(trying: Callable[..., Try], capsys: py
     assert "  slow  clearly slower: 0.5" in (said := capsys.readouterr().out)
     assert LESS_MEMORY.search(said)
     assert results.read_sessions(results.KEPT_BENCHES)[0].interrupted
+
+
+def test_a_bench_goes_on_from_looks_and_interrupts_until_it_is_settled(
+    trying: Callable[..., Try], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    look = trying(base=Known(), slow=Known(step=0.1, memory=0.3), open=Known(scatter=0.1))
+    play(monkeypatch, stage, look.job, "2026-11-20T08:30")
+    Path("params.yaml").write_text(
+        yaml.safe_dump({"variants": {name: {} for name in look.server.arms}, "compare": {"baseline": "base"}})
+    )
+    look.run(minutes=2)
+    (looked,) = results.read_sessions(results.KEPT_BENCHES)
+    capsys.readouterr()
+    look.server.interrupt_at = look.server.now + 40
+    with pytest.raises(KeyboardInterrupt, match=r"complete rounds kept in .*; run the same command within an hour"):
+        stage.run(look.config, CPU_ONLY)
+    interrupted = results.read_bench()
+    assert interrupted.interrupted
+    assert f"bench: adds to the {looked.rounds} rounds of " in (said := capsys.readouterr().out)
+    assert " minutes of rounds, as long as those before\n" in said
+    look.server.interrupt_at = math.inf
+    assert cli.main(["bench"]) == 0
+    bench = results.read_bench()
+    assert (bench.interrupted, bench.flops) == (False, interrupted.flops)
+    assert bench.rounds > interrupted.rounds > looked.rounds
+    said = capsys.readouterr().out
+    assert "first sample" not in said, "the steps of a window and the FLOPs are known"
+    assert f"bench: slow was settled after {looked.rounds} rounds\n" in said
+    play(monkeypatch, stage, look.job, "2026-11-21T08:00")
+    assert cli.main(["bench", "--again"]) == 0
+    assert "an earlier bench of the same job counts too: sessions/20261120T080000.json\n" in capsys.readouterr().out
 
 
 LOADS = 0.22, 0.17, 0.47, 0.18, 0.31
@@ -226,6 +250,12 @@ def test_a_terminal_asks_before_it_drops_and_redraws(
 def test_a_wrong_argument_is_refused(trying: Callable[..., Try], names: list[str], minutes: float, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         trying(base=Known(), slow=Known()).run(*names, minutes=minutes)
+
+
+@pytest.mark.usefixtures("here")
+def test_without_a_baseline_there_is_no_ranking(trying: Callable[..., Try]) -> None:
+    with pytest.raises(BenchError, match="base cannot be measured: it has no such layer"):
+        trying(base=Known(fails=True), slow=Known()).run()
 
 
 PARAMS: dict[str, Any] = {

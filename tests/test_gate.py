@@ -45,6 +45,7 @@ from pipeline.results import Arm, DatasetFacts, ScoreName, Unit
 from pipeline.results.rejections import rejection
 from tests.conftest import Clone
 from tests.factories import ENVIRONMENT, known, make_accuracy, make_arm, make_window, write_wheel
+from tests.timed import Known, Timed
 
 SPEED, PEAK = 20_000.0, 200 * 2**20
 COST = RoundCost("gate.max_minutes", 14, 600.0)
@@ -840,6 +841,23 @@ def test_both_sides_reject_by_the_stricter_limit(
     monkeypatch.setattr(environment, "read", lambda *_: {})
     side_by_side.measured(configured(bench={"max_foreign_load": head}), "main")
     assert limits == [0.2, 0.2]
+
+
+def test_rounds_of_both_sides_end_once_a_slowdown_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["baseline", "ddp"]
+    arms = {f"{side} {name}": Known() for side in ("base", "head") for name in names} | {"head ddp": Known(step=0.06)}
+    server, effective = Timed(arms), configured()
+    monkeypatch.setattr("time.monotonic", lambda: server.now)
+    base, head = described("a"), described("b")
+    specs = side_by_side.arms_of(names, {"base": (server, base.about), "head": (server, head.about)})
+    rounds = side_by_side._rounds(effective, specs, 10, side_by_side._compared(base, head, effective, Unit()))
+    assert "gate: 5 arms of " in capsys.readouterr().err
+    gated = side_by_side.gated(base, head, rounds, effective, effective, Unit(), against="main")
+    assert (gated.outcome, len(gated.head.arms[0].samples), rounds.interrupted) == ("worse", 6, False)
+    assert decisions(gated)["ddp"] == ("worse", "same")
+    assert known(gated.variants[1].throughput.estimate) == pytest.approx(5 / 6, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+import pytest
+
 from pipeline.benchmark.server import BenchError, OutOfTime, Server
-from tests.factories import foreign_load, make_arm, make_window
+from pipeline.benchmark.stage import Job
+from tests.factories import foreign_load, make_arm, make_flops, make_session, make_window
 
 
 @dataclass
@@ -52,6 +57,9 @@ class Timed(Server):
     def describe(self) -> dict[str, Any]:
         return {"requests": ()}
 
+    def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        return values
+
     def known(self, name: str) -> Known:
         return self.arms[name.partition(",")[0]]
 
@@ -90,4 +98,26 @@ class Timed(Server):
             peak_memory_bytes=round(2**30 * about.memory * math.exp(noise / 10)),
             measured_steps=self.steps.pop(name),
         )
-        return make_arm().model_dump() | {"window": window.model_dump()}
+        beside = {"ledgers": None, "flops": make_flops({}).model_dump()}
+        return make_arm().model_dump() | beside | {"window": window.model_dump()}
+
+
+def play(monkeypatch: pytest.MonkeyPatch, module: ModuleType, job: Job, start: str = "2026-11-20T08:00") -> None:
+    """Let a command in ``module`` measure ``job`` on its ``Timed`` server and by its clock, in a session of this
+    start."""
+    server: Any = job.server
+
+    @contextmanager
+    def served(*_: object) -> Iterator[Job]:
+        with server:
+            yield job
+
+    def started() -> Any:
+        server.deadline = math.inf
+        return server
+
+    monkeypatch.setattr(module, "served", served)
+    monkeypatch.setattr(module, "Server", started)
+    monkeypatch.setattr(module, "begin_session", lambda: lambda: make_session(start))
+    monkeypatch.setattr("time.monotonic", lambda: server.now)
+    monkeypatch.setattr("pipeline.processes.age_seconds", lambda: 3.0)
