@@ -14,7 +14,7 @@ import yaml
 from pipeline import cli, environment
 from pipeline.params import parse
 from tests.factories import make_accuracy
-from tests.workspaces import CPU_ONLY
+from tests.workspaces import CPU_ONLY, SERVER
 
 ROOT = Path(__file__).parent.parent
 
@@ -227,6 +227,42 @@ def test_what_starts_ranks_is_no_rank(
         monkeypatch.setenv(name, "1")
     assert cli.main(words) == 2
     assert "without the launcher, on the first host" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["advise", "--minutes", "0"], 2, "error: --minutes: found 0; expected a number above 0"),
+        (["try", "ddp"], 2, "error: try: found 'ddp', which is no variant of params.yaml"),
+        (["infer", "ddp"], 2, "error: variants.ddp: no such variant; there are: baseline"),
+        (["plan", "ddp"], 2, "error: variants.ddp: no such variant; there are: baseline"),
+        (["predict-memory", "--memory", "much"], 2, "error: memory: found 'much'; expected a size such as 24GiB"),
+        (["scale", "--link", "string"], 2, "error: --link: found 'string'; expected one of "),
+        (["probe"], 2, "error: found one GPU on one host, which has no link to another"),
+        (["gate", "--against", "HEAD"], 2, "not a git repository"),
+        (["promote"], 2, "error: environment.json is missing"),
+        (["seeds"], 2, "error: `dvc repro train@baseline` failed in "),
+        (["submit", "slurm", "--dry-run", "--", "echo", "5"], 0, "#SBATCH --"),
+        (["variants", "fast"], 2, "error: variants: found 'fast'; expected the name of a set: "),
+        (["techniques", "--markdown"], 0, "\n| `parallelism: ddp` | "),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_each_command_gets_its_words(
+    words: list[str],
+    code: int,
+    says: str,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Most of them are refused before anything runs."""
+    (here / "params.yaml").write_text("variants: {baseline: {}}\n", encoding="utf-8")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(here.parent))
+    monkeypatch.setattr(environment, "machine", lambda *_: SERVER.model_copy(update={"gpus": 1}))
+    assert cli.main(words) == code
+    said = capfd.readouterr()
+    assert says in (said.err if code else said.out)
 
 
 def test_code_of_the_user_that_exits_is_no_success(

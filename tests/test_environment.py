@@ -403,6 +403,8 @@ def test_without_nvml_cuda_s_gpus_count(
     h100 = {"name": "H100", "compute_capability": "9.0", "memory_gib": 79, "power_limit_watts": None}
     assert recorded["hardware"]["gpus"] == [h100, h100]
     assert recorded["software"]["driver"] == "580.65.06"
+    (tmp_path / "version").unlink()
+    assert fingerprint()["software"]["driver"] is None
     able = machine()
     assert (able.gpus, able.gpu_native_bf16, able.why_no_gpu) == (2, True, None)
     made = plan(parse({"variants": {"baseline": {}}}), "baseline", able)

@@ -121,19 +121,25 @@ def test_the_compiled_form_agrees(trained: Trained, digits: Dataset) -> None:
     assert compiled.prepare_seconds > compiled.latency.p50_ms / 1e3
 
 
-@pytest.mark.slow
-def test_the_quantised_form_agrees_in_a_quarter_size(trained: Trained) -> None:
-    forms = measure(trained, "int8")
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_quantised_form_agrees_in_a_quarter_size(
+    compiles: bool, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not compiled, its operations compute the same in float32."""
+    if not compiles:
+        monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+        monkeypatch.setattr(forms, "_need_compiler", lambda _: None)
+    measured = measure(trained, "int8")
     missing = ["not installed", "compiler"]
     if torch.__version__.startswith("2.11."):
         missing.append("no int8 kernel")  # torchao 0.18 does not know the graphs that torch 2.11 exports
-    why_not = forms["int8"].why_not
+    why_not = measured["int8"].why_not
     if why_not and any(words in why_not for words in missing):
         pytest.skip(why_not)
-    quantised = figures(forms["int8"])
+    quantised = figures(measured["int8"])
     assert quantised.agreement.equal_fraction > 0.97
     assert quantised.agreement.largest_logit_difference > 0
-    assert quantised.model_bytes < 0.5 * figures(forms["eager"]).model_bytes
+    assert quantised.model_bytes < 0.5 * figures(measured["eager"]).model_bytes
 
 
 def test_without_a_compiler_compiled_forms_are_refused(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,10 +150,21 @@ def test_without_a_compiler_compiled_forms_are_refused(trained: Trained, monkeyp
     assert "apt-get install g++" in str(form.why_not)
 
 
-def test_without_torchao_the_quantised_form_says_so(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "cpu", "says"),
+    [
+        ("cuda", "x86_64", "no maintained int8 convolutions for GPUs"),
+        ("cpu", "aarch64", "for x86 CPUs, and this CPU is aarch64"),
+        ("cpu", "x86_64", "pip install torchao"),
+    ],
+)
+def test_where_the_quantised_form_cannot_run_it_says_so(
+    device: str, cpu: str, says: str, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(Unavailable, match="pip install torchao"):
-        FORMS["int8"].make(trained)
+    monkeypatch.setattr(platform, "machine", lambda: cpu)
+    with pytest.raises(Unavailable, match=says):
+        FORMS["int8"].make(replace(trained, task=trained.task.on(torch.device(device))))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from pipeline.techniques import Setup
 from pipeline.techniques.pipeline_parallel import Pipeline
 from pipeline.tools import inference
 from pipeline.tools.inference.forms import FORMS, Trained
+from pipeline.tracking.served_by_name import Served
 from pipeline.training.outcomes import evaluate
 from tests.commands import printed
 from tests.data.test_own_data import packed, saved
@@ -172,11 +173,8 @@ def test_forms_of_inference_take_the_inputs_by_name(sequences: Callable[..., Any
     assert agreements["eager"].accuracy == pytest.approx(score.accuracy)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType")  # of MLflow's own modules
-def test_mlflow_s_model_takes_the_inputs_by_name(
-    sequences: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def saved_for_mlflow(sequences: Callable[..., Any], folder: Path) -> tuple[dict[str, Any], Any]:
+    """Save a model of several inputs as MLflow's; return seven samples, and the model's outputs for them."""
     from mlflow.models import Model
 
     from pipeline.tracking import logged_models
@@ -184,10 +182,26 @@ def test_mlflow_s_model_takes_the_inputs_by_name(
     dataset, train = sequences("token")
     task = task_of(dataset, train)
     model = task.model().eval()
-    logged_models._save(task, model, tmp_path / "model", Model())
-    assert "mlflow" not in capfd.readouterr().err
+    logged_models._save(task, model, folder / "model", Model())
     rows = {name: dataset.test.arrays[name][:7].long() for name in ("input_ids", "attention_mask")}
-    np.savez(tmp_path / "inputs.npz", **{name: values.numpy() for name, values in rows.items()})
+    with torch.no_grad():
+        return {name: values.numpy() for name, values in rows.items()}, model(rows).numpy()
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType")  # of MLflow's own modules
+def test_a_saved_program_takes_the_inputs_by_name(sequences: Callable[..., Any], tmp_path: Path) -> None:
+    rows, expected = saved_for_mlflow(sequences, tmp_path)
+    np.testing.assert_allclose(Served(str(tmp_path / "program.pt2")).predict(rows), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType")  # of MLflow's own modules
+def test_mlflow_s_model_takes_the_inputs_by_name(
+    sequences: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows, expected = saved_for_mlflow(sequences, tmp_path)
+    assert "mlflow" not in capfd.readouterr().err
+    np.savez(tmp_path / "inputs.npz", **rows)
     code = (
         "import sys, numpy as np, mlflow\n"
         "sys.modules['pipeline'] = None\n"  # the model needs none of this project's code
@@ -196,8 +210,6 @@ def test_mlflow_s_model_takes_the_inputs_by_name(
         "assert model.input_example['input_ids'].shape == (2, 12)\n"
     )
     printed(code, cwd=tmp_path, MLFLOW_ALLOW_PICKLE_DESERIALIZATION="false")
-    with torch.no_grad():
-        expected = model(rows).numpy()
     np.testing.assert_allclose(np.load(tmp_path / "outputs.npy"), expected, rtol=1e-5, atol=1e-6)
 
 

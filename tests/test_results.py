@@ -14,7 +14,7 @@ from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.gate.decision import Gated
 from pipeline.params import Variant
 from pipeline.profiling.steps import Profile
-from pipeline.results import Arm, Bench, Record, Result, ResultError, Run, summarise
+from pipeline.results import Arm, Bench, Record, Result, ResultError, Run, SameJob, Window, summarise
 from pipeline.tools.inference import Inference
 from pipeline.training import checkpoints
 from tests.factories import make_bench, make_comparison, make_history, make_params, make_result, make_run
@@ -123,6 +123,34 @@ def test_a_variant_is_named_as_in_params_yaml(record: type[Record], field: str, 
 def test_what_a_bench_keeps_is_named_by_variant(field: str) -> None:
     with pytest.raises(ValidationError, match="pattern"):
         Bench.model_validate(make_bench().model_dump() | {field: {"../x": {}}})
+
+
+def test_only_declared_figures_are_read() -> None:
+    window = make_bench().arms[0].samples[0].model_dump()
+    assert Window.model_validate(window | {"joules_per_sample": 1.0}).model_dump()["joules_per_sample"] == 1.0
+    with pytest.raises(ValidationError, match="miles_per_hour: extra inputs are not permitted"):
+        Window.model_validate(window | {"miles_per_hour": 1.0})
+    compared = make_comparison().variants[1].model_dump()
+    with pytest.raises(ValidationError, match="miles: extra inputs are not permitted"):
+        Compared.model_validate(compared | {"miles": compared["throughput"]})
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"equal_bits": True}, "equal the baseline's to the bit"),
+        ({"difference": None}, "cannot be compared with the baseline's"),
+        ({"difference": 0.0123}, "differ from the baseline's by 1.2% of their update, which rounding can explain"),
+        (
+            {"difference": 0.5, "parameter": "weight"},
+            "differ from the baseline's by 50% of their update (most in weight), more than rounding explains: a lower "
+            "precision, other data or random numbers, or another method",
+        ),
+    ],
+)
+def test_what_a_script_s_arm_computes_is_said_beside_the_baseline(found: dict[str, Any], words: str) -> None:
+    usual: dict[str, Any] = {"steps": 3, "equal_bits": False, "difference": 0.0, "rounding": 0.02}
+    assert SameJob(**usual | {"samples_per_step": None} | found).in_words == words
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, "../0"])

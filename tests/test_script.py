@@ -178,6 +178,12 @@ def test_every_arm_runs_the_code_of_the_start(work: Path) -> None:
     with server() as scripts:
         (work / "train.py").write_text("raise SystemExit(5)", encoding="utf-8")
         scripts.open("old", plan("train.py"), 10)
+        scripts.turn("old", 4)
+        scripts.turn("old", 6)
+        answer = scripts.close("old")
+    assert (answer["samples_per_step"], answer["samples_seen"], answer["batch_differs"]) == (64, 64, False)
+    assert answer["window"]["measured_steps"] == 10
+    assert answer["window"]["step_p50_ms"] is None or answer["window"]["step_p50_ms"] > 40, "a step sleeps 40 ms"
 
 
 def test_a_launcher_of_another_python_is_named(work: Path) -> None:

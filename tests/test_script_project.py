@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -26,7 +27,10 @@ from pipeline.params import Command, Config, Script, parse, schema
 from pipeline.plans import plans
 from pipeline.results import HistoryRow
 from pipeline.script import hook, training
+from pipeline.script.arms import Scripts
 from pipeline.script.jobs import KEPT, Job
+from pipeline.tools import doctor
+from tests import commands
 from tests.conftest import ROOT, Clone
 from tests.workspaces import CPU_ONLY
 
@@ -222,6 +226,19 @@ def test_the_hook_notes_each_opened_file_once(tmp_path: Path) -> None:
     assert sorted(in_project) == [*((False, name) for name in ("config.json", "main.py", "parts.py")), (True, "made")]
 
 
+def test_reading_and_writing_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[Callable[[str, tuple[Any, ...]], None]] = []
+    monkeypatch.setattr(sys, "addaudithook", hooks.append)
+    (log := tmp_path / "log").touch()
+    hook.watch(log)
+    read, both, no_file = ("/a", "r", os.O_RDONLY), (b"/b", "r+", os.O_RDWR), (5, "r", os.O_RDONLY)
+    written, by_python = ("/c", "w", os.O_WRONLY | os.O_TRUNC), (Path("/d"), "r", None)
+    for event, opened in [("open", of) for of in (read, read, both, no_file, written, by_python)] + [("exec", read)]:
+        hooks[0](event, opened)
+    noted = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+    assert noted == [[False, "/a"], [False, "/b"], [True, "/c"], [False, "/d"]]
+
+
 def test_files_that_are_read_are_inputs(project: Path) -> None:
     (project / ".cache").mkdir()
     for name in ("out.json", "both.json", ".cache/x", "run.sh", "big.json"):
@@ -291,8 +308,11 @@ def test_first_steps_say_which_files_are_inputs(project: Path, capsys: pytest.Ca
     text = SCRIPT.replace('"config.json"', "options.config").replace("options =", option, 1)
     (project / "train.py").write_text(text, encoding="utf-8")
     variants: dict[str, Any] = {"baseline": {}, "same": {}, "big": {"arguments": "--config big.json"}}
-    config = parse(PARAMS | {"variants": variants})
-    seen = training.examined(config)
+    params = PARAMS | {"variants": variants}
+    (project / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    config = parse(params)
+    assert main(["environment"]) == 0
+    seen = environment.read()["script"]
     assert [*seen["files"]] == ["big.json", "config.json", "parts.py", "train.py"]
     assert capsys.readouterr().out.count("up to its first step") == 2, "equal commands once"
     assert stages.script_seen(config, {"script": seen}) == seen
@@ -370,6 +390,14 @@ def test_commands_that_need_our_loop_say_what_to_use(capsys: pytest.CaptureFixtu
     assert len(set(said)) == len(NEEDS_OUR_LOOP)
 
 
+@pytest.mark.parametrize(("command", "status"), [(OWN["command"], "ok"), ("pyhton train.py --seed {seed}", "PROBLEM")])
+def test_the_doctor_looks_for_the_command(command: str, status: str, project: Path) -> None:
+    params = PARAMS | {"script": OWN | {"command": command}}
+    (project / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    [finding] = doctor.parts()
+    assert (finding.status, f"script.command: {command.split()[0]}" in finding.fact) == (status, True)
+
+
 # Trainings
 
 
@@ -432,13 +460,28 @@ def test_an_evaluation_is_no_time_of_training(project: Path, trained: Callable[.
     assert run.train_seconds > 0.6
 
 
-def test_a_training_needs_the_present_files_in_environment_json(project: Path) -> None:
-    config = parse(PARAMS)
-    content = environment.fingerprint() | known(config, "config.json")
+def _asking() -> None:
+    sys.stdin = io.StringIO('{"do": "describe"}\n')
+
+
+def described() -> dict[str, Any]:
+    """Return what a server of arms says of the project."""
+    said = commands.Command("arms", variables=dict(os.environ), first=_asking).communicate(100)
+    answer: dict[str, Any] = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    return answer
+
+
+def test_what_runs_the_script_needs_the_present_files_in_environment_json(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    content = environment.fingerprint() | known(parse(PARAMS), "config.json")
     (project / "environment.json").write_text(json.dumps(content), encoding="utf-8")
+    assert described()["requests"] == [*Scripts.requests]
     edited("config.json", "{}")
-    with pytest.raises(PipelineError, match="does not describe the present script"):
-        training.run(config, "baseline", CPU_ONLY)
+    assert "does not describe the present script" in described()["error"]
+    assert main(["train", "baseline"]) == 2
+    assert "does not describe the present script" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -805,6 +806,41 @@ def test_each_row_is_read_once(tmp_path: Path) -> None:
         assert tail.read() == rows
 
 
+class Waits(threading.Event):
+    """Never waits, notes how long it was asked to, and is set at the seventh time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.asked.append(timeout)
+        return len(self.asked) > 6
+
+
+def test_what_mlflow_did_not_take_is_sent_after_longer_pauses(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "results/ddp/history.csv").unlink()
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    left = {live_run(root, status="RUNNING"), live_run(root, "baseline", status="RUNNING")}
+    mirror, waits = live._Mirror(config_of(), "ddp", root), Waits()
+    assert mirror.update(), "there is nothing to send"
+    histories(root, "ddp", 12)
+    with monkeypatch.context() as down:
+        down.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
+        mirror.run(waits)
+    assert waits.asked == [1, 10, 1, 20, 1, 40, 1]
+    assert capsys.readouterr().err.count("Training goes on without a live view") == 1
+    assert mirror.update("FINISHED")
+    before = {run.data.tags["variant"]: run.info.status for run in runs_of(root) if run.info.run_id in left}
+    assert before == {"ddp": "KILLED", "baseline": "RUNNING"}, "an earlier follower of ddp did not end its run"
+    sent = [run.info for run in runs_of(root) if run.info.run_id not in left]
+    assert sorted((run.run_name, run.status) for run in sent) == [(f"ddp-seed{n}", "FINISHED") for n in SEEDS]
+    losses = (client_of(root).get_metric_history(run.run_id, "history/train_loss") for run in sent)
+    assert [len(of_run) for of_run in losses] == [6, 6]
+
+
 @pytest.mark.slow
 def test_the_follower_keeps_trying_and_warns_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
@@ -1152,7 +1188,6 @@ def test_what_is_missing_is_not_promoted(root: Path, monkeypatch: pytest.MonkeyP
         tracking.promote(config_of(models=True), COMMIT, root)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_session_is_enough")
 def test_the_champion_carries_its_evidence(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_models(root)

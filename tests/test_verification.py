@@ -248,9 +248,9 @@ def job(variants: dict[str, Any], **train: Any) -> Config:
 def claimed(digits_folder: Path, digits: Dataset, tmp_path: Path) -> Claimed:
     """Return a function that returns the claims of ``variants``; its other arguments are settings of ``train``."""
 
-    def claims(variants: dict[str, Any], **train: Any) -> list[Claim]:
+    def claims(variants: dict[str, Any], *, quick: bool = False, **train: Any) -> list[Claim]:
         asked = job(variants, **train)
-        verifier = Verifier(asked, MACHINE, digits_folder, task_of(digits, asked.train), tmp_path)
+        verifier = Verifier(asked, MACHINE, digits_folder, task_of(digits, asked.train), tmp_path, quick=quick)
         return [claim for name in variants for claim in verifier.claims(plan_of(asked, name, MACHINE))]
 
     return claims
@@ -345,6 +345,25 @@ def test_without_a_deterministic_form_no_bit_is_promised(claimed: Claimed) -> No
         claim = of(claims, "kept", beginning)
         assert (claim.bound, claim.holds, claim.undecided) == (None, None, UNPROMISED)
         assert "not promised: put_ has no deterministic form" in claim.note
+
+
+def test_what_cannot_be_promised_says_why(claimed: Claimed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "MACHINE", MACHINE.model_copy(update={"cpu_native_bf16": False}))
+    how = {"parallelism": "ddp", "communication_hook": "powersgd", "precision": "bf16"}
+    claims = claimed({"hooked": how}, deterministic=False)
+    assert of(claims, "hooked", "bf16 is skipped").note.startswith("this CPU has no native bf16")
+    against = of(claims, "hooked", "gradients")
+    assert (against.holds, against.undecided) == (None, UNTRIED)
+    assert "cannot run without some of its techniques: variants.hooked.communication_hook: found" in against.note
+    again = of(claims, "hooked", "the same seed")
+    assert (again.holds, again.undecided) == (None, UNPROMISED)
+    assert "train.deterministic: false" in again.note
+
+
+def test_a_quick_check_compiles_nothing(claimed: Claimed) -> None:
+    compiled, plain = claimed({"a": {"compile": "default"}}, quick=True), claimed({"a": {}}, quick=True)
+    assert all(claim.holds for claim in compiled)
+    assert [claim.claim for claim in compiled] == [claim.claim for claim in plain]
 
 
 def test_planted_faults_are_found(claimed: Claimed) -> None:

@@ -637,6 +637,8 @@ def test_a_tokenizer_s_file_makes_the_tokens(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"prepare\.tokenizer: .*tokenizer.json is not a tokenizer's file"):
         packed(tmp_path, "text_folder", "texts", tokenizer=str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"prepare\.tokenizer: .*none.json cannot be read: No such file"):
+        packed(tmp_path, "text_folder", "texts", tokenizer=str(tmp_path / "none.json"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match="tokenizers cannot be imported"):
         packed(tmp_path, "text_folder", "texts", tokenizer="tokenizer.json")

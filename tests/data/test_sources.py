@@ -304,13 +304,16 @@ def test_the_users_mirror_comes_first(zipped: bool, server: Server, raw: Path, t
 
 
 @pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(
+    ("name", "says"), [("images", "images: wrong content"), ("other", "holds neither images nor images.gz")]
+)
 def test_a_mirror_with_a_wrong_file_is_not_believed(
-    raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, says: str, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "images").write_bytes(b"wrong")
+    (tmp_path / name).write_bytes(b"wrong")
     (tmp_path / "labels").write_bytes(CONTENTS["labels"])
     fetch(config(mirror=str(tmp_path)), raw)
-    assert "images: wrong content" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
     assert (raw / "mnist" / "images").read_bytes() == CONTENTS["images"]
 
 

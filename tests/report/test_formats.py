@@ -7,6 +7,7 @@ import pytest
 from pipeline import pages
 from pipeline.comparison.stats import Difference
 from pipeline.report import facts
+from pipeline.results import Unit, figures
 from tests.factories import make_accuracy
 from tests.report.conftest import plain
 
@@ -25,6 +26,7 @@ def ratio(**changes: Any) -> Difference:
         (pages.number(-0.05), "-0.050"),
         (pages.number(None, "ms"), "unknown"),
         (pages.price(999.4), "999"),
+        (pages.of_figure(figures.PRICE, 0.25, Unit()), "0.25"),
         (pages.price(999.7), "1,000"),
         (pages.size(-5 * 2**20), "-5.00 MiB"),
         (pages.size(0), "0 B"),
@@ -35,6 +37,7 @@ def ratio(**changes: Any) -> Difference:
         (pages.scaled(1.2e12, "FLOP/s"), "1.20 TFLOP/s"),
         (pages.percent(0.9, 2), "90.00%"),
         (pages.plain_percent(0.03), "3%"),
+        (pages.points(None), "unknown"),
         (pages.points(-0.00001), "0.00"),
         (pages.points(-0.0123), "-1.23"),
         (pages.times(1.5), "1.50x"),
