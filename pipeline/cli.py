@@ -533,8 +533,8 @@ def _scale(parsed: argparse.Namespace) -> Callable[[], object]:
     config, machine = _ready()
     from pipeline.scaling import command
 
-    options = {name: getattr(parsed, name) for name in ("up_to", "price", "minutes", "link")}
-    return partial(command.run, config, machine, parsed.variants, **options)
+    options = command.Options(parsed.up_to, parsed.price, parsed.minutes, parsed.link)
+    return partial(command.run, config, machine, parsed.variants, options)
 
 
 def _plan(parsed: argparse.Namespace) -> Callable[[], object]:

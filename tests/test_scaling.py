@@ -17,31 +17,25 @@ import torch
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
-from pipeline.params import parse
+from pipeline.params import catalogue, parse
 from pipeline.profiling.arithmetic import Unreduced
-from pipeline.results import Arithmetic, Exchange
+from pipeline.results import Arithmetic, Exchange, Window
 from pipeline.results.figures import THROUGHPUT
 from pipeline.scaling import command, projection
+from pipeline.scaling.command import Options
 from pipeline.scaling.curves import Analysis, Curve, Measured, Report
-from pipeline.scaling.projection import Alone, alone_of, beside, parts
+from pipeline.scaling.projection import beside, joined, parts
 from pipeline.techniques import of_plan
 from pipeline.training.assembly import compose
 from tests.commands import Command
 from tests.curves import BATCH, MEGABYTE, MILLISECOND, make_alone, make_measured, make_probe, samples
-from tests.factories import known, make_comparison
+from tests.factories import known, make_comparison, make_window
 from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of
 from tests.ranks import run_ranks
 from tests.workspaces import CPU_ONLY, SERVER, enter, variables
 
 
-def rank(*milliseconds: float, buckets: Sequence[tuple[float, int]] = (), host: str = "a") -> Arithmetic:
-    steps = tuple(MILLISECOND * step for step in milliseconds)
-    return Arithmetic(
-        host=host, step_seconds=steps, buckets=tuple(Exchange(MILLISECOND * at, size) for at, size in buckets)
-    )
-
-
-def reduced(alone: Alone, latency_ms: float, per_megabyte_ms: float) -> list[float]:
+def reduced(alone: Arithmetic, latency_ms: float, per_megabyte_ms: float) -> list[float]:
     sizes = [exchange.size_bytes / MEGABYTE for exchange in alone.buckets]
     return [MILLISECOND * (latency_ms + per_megabyte_ms * size) for size in sizes]
 
@@ -49,15 +43,31 @@ def reduced(alone: Alone, latency_ms: float, per_megabyte_ms: float) -> list[flo
 # The parts of a step.
 
 
-def test_ranks_steps_are_joined_by_index() -> None:
-    slow = rank(10, 14, 12, buckets=[(6, 4), (9, 8)], host="b")
-    fast = rank(12, 8, 10, buckets=[(4, 4), (7, 8)])
-    disturbed = [rank(90, 90, 90, buckets=[(36, 4), (63, 8)]), rank(80, 80, 80)]
-    alone = alone_of([[fast, slow], [fast, slow], disturbed])
+def test_ranks_steps_are_joined_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    unreduced = Unreduced(make_plan(processes=2, parallelism="ddp"), ALONE)
+    monkeypatch.setattr(World, "gather", lambda _, own: [own, ("b", [10.0, 14.0, 12.0])])
+    monkeypatch.setattr(unreduced._clock, "between", lambda start, end: end - start)
+    unreduced._steps.extend(
+        (start, [(start + ready, 8, "all_reduce")]) for start, ready in ((0, 6.0), (1, 4.0), (2, 9.0))
+    )
+    read = unreduced.read(SimpleNamespace(step_seconds=[12.0, 8.0, 10.0]))  # type: ignore[arg-type]
+    assert (read.hosts, read.rank_seconds) == ((ALONE.host, "b"), (10.0, 12.0))
+    assert read.latest_seconds == pytest.approx((12 + 14 + 12) / 3)
+    assert read.buckets == ((6.0, 8, "all_reduce"),)
+
+
+def test_rounds_of_an_arm_are_joined() -> None:
+    def round_of(*ranks: float, latest: float, buckets: Sequence[float]) -> Window:
+        exchanges = tuple(Exchange(ready, size) for ready, size in zip(buckets, (4, 8), strict=True))
+        steps = Arithmetic(hosts=("a", "b"), rank_seconds=ranks, latest_seconds=latest, buckets=exchanges)
+        return make_window(arithmetic=steps)
+
+    usual = round_of(10e-3, 12e-3, latest=38e-3 / 3, buckets=(4e-3, 7e-3))
+    disturbed = round_of(90e-3, 80e-3, latest=90e-3, buckets=(36e-3, 63e-3))
+    alone = joined([usual, usual, disturbed])
     assert alone.mean_seconds == pytest.approx(11e-3)
-    assert (alone.slowest_rank, alone.slowest_host) == (1, "b")
-    assert alone.slowest_seconds == pytest.approx(12e-3)
-    assert alone.jitter_seconds == pytest.approx((12 + 14 + 12) / 3 * 1e-3 - 12e-3)
+    assert alone.rank_seconds == pytest.approx((10e-3, 12e-3))
+    assert alone.latest_seconds == pytest.approx(38e-3 / 3)
     assert [bucket.size_bytes for bucket in alone.buckets] == [4, 8]
     assert [bucket.ready_seconds for bucket in alone.buckets] == pytest.approx([4.4e-3, 7.7e-3])
 
@@ -65,7 +75,7 @@ def test_ranks_steps_are_joined_by_index() -> None:
 def test_buckets_are_reduced_one_after_the_other() -> None:
     # The first ends at 5 + 4 = 9, so the second begins at 9 instead of 8 and ends at 13, 5 after it was ready.
     alone = make_alone(10, buckets=((5e-3, MEGABYTE), (8e-3, MEGABYTE)))
-    made = parts(alone, 0.2, 2, reduced(alone, 1, 3))
+    made = parts(alone, 0.2, 2, reduced(alone, 1, 3), blocking=False)
     assert made.exposed == pytest.approx(5e-3)
     assert made.hidden == pytest.approx(3e-3)
     assert [made.arithmetic, made.input, made.waiting] == pytest.approx([8e-3, 2e-3, 0.0])
@@ -73,15 +83,16 @@ def test_buckets_are_reduced_one_after_the_other() -> None:
 
 
 def test_jitter_grows_with_the_processes() -> None:
-    alone = make_alone(10, jitter_seconds=1e-3, slowest_seconds=11e-3)
-    assert alone.waiting(2) == pytest.approx(2e-3)
-    assert alone.waiting(4) - 1e-3 == pytest.approx(1.029e-3 / 0.564, rel=0.03)  # the expected largest of 4 and of 2
+    alone = make_alone(10, late_ms=1, jitter_ms=1)
+    two, four = (parts(alone, 0.0, number, reduced(alone, 0, 0), blocking=False).waiting for number in (2, 4))
+    assert two == pytest.approx(2e-3)
+    assert four - 1e-3 == pytest.approx(1.029e-3 / 0.564, rel=0.03)  # the expected largest of 4 and of 2
 
 
 def test_gathers_delay_what_needs_them() -> None:
     gathers = [Exchange(0.0, MEGABYTE, "all_gather"), Exchange(2e-3, MEGABYTE, "all_gather")]
     alone = make_alone(30, buckets=(*gathers, Exchange(30e-3, MEGABYTE, "reduce_scatter")))
-    made = parts(alone, 0.0, 2, reduced(alone, 0, 6))
+    made = parts(alone, 0.0, 2, reduced(alone, 0, 6), blocking=False)
     # The first delays the step by 4, the second ends at 12, before what follows it, and nothing hides the last.
     assert [made.exposed, made.hidden] == pytest.approx([10e-3, 8e-3])
     assert parts(alone, 0.0, 2, reduced(alone, 0, 6), blocking=True).exposed == pytest.approx(18e-3)
@@ -91,14 +102,14 @@ def test_gathers_delay_what_needs_them() -> None:
 def test_beside_is_found_from_a_whole_step(factor: float) -> None:
     def parts_with(tried: float) -> projection.Parts:
         alone = make_alone(50)
-        return parts(alone, 0.0, 2, reduced(alone, 1, 1), tried)
+        return parts(alone, 0.0, 2, reduced(alone, 1, 1), tried, blocking=False)
 
     assert beside(parts_with(factor).step, parts_with) == pytest.approx(factor, rel=1e-6)
 
 
 def test_hidden_communication_says_nothing_of_beside() -> None:
     alone = make_alone(50, buckets=((10e-3, MEGABYTE), (49e-3, 0)))
-    assert beside(50e-3, lambda tried: parts(alone, 0.0, 2, reduced(alone, 0, 1e-3), tried)) == 1.0
+    assert beside(50e-3, lambda tried: parts(alone, 0.0, 2, reduced(alone, 0, 1e-3), tried, blocking=False)) == 1.0
 
 
 # Curves from samples with known answers.
@@ -137,9 +148,7 @@ SHARDS = [
 
 def test_shards_are_projected_too() -> None:
     # Each takes half of an all-reduce, and nothing hides it: among 2, three times 5.5 ms; among 4, three times 9 ms.
-    measured = make_measured(50 + 3 * 5.5, buckets=SHARDS)
-    alone = {**measured.alone, "ddp-4-alone": make_alone(25, buckets=SHARDS)}
-    _, two, four = curve_of(measured.model_copy(update={"alone": alone})).points
+    _, two, four = curve_of(make_measured(50 + 3 * 5.5, buckets=SHARDS)).points
     assert two.left_out is not None
     assert two.left_out.estimate == pytest.approx(100 / 66.5, rel=1e-3)
     assert four.speedup.estimate == pytest.approx(100 / (25 + 27), rel=1e-2)
@@ -197,25 +206,25 @@ def test_ranks_of_replicas_step_without_each_other(digits: Dataset) -> None:
 
 def test_an_assumed_link_joins_hosts_of_any_number_of_devices() -> None:
     # Three devices were not probed, but two: a ring of three has twice the messages, and sends 4/3 of the bytes.
-    analysis = analysis_of(make_measured(), link="eth100")
-    three, six = (analysis._collective("all_reduce", 3 * hosts, hosts, MEGABYTE) for hosts in (1, 2))
+    probe = make_probe(2)
+    three, six = (probe.taken("eth100", "all_reduce", 3 * hosts, hosts, MEGABYTE) for hosts in (1, 2))
     assert three == pytest.approx(2e-3 + 4 / 3 * 1e-3, rel=1e-2)
     assert six == pytest.approx(three + 6.6e-6 + 2 * 15e-6 + MEGABYTE / 12.5e9, rel=1e-2)
-    halves = [analysis._collective(operation, 6, 2, MEGABYTE) for operation in ("reduce_scatter", "all_gather")]
+    halves = [probe.taken("eth100", operation, 6, 2, MEGABYTE) for operation in ("reduce_scatter", "all_gather")]
     assert halves == pytest.approx([six / 2, six / 2], rel=1e-2)
 
 
 def test_a_step_is_taken_apart() -> None:
-    *_, two, _ = curve_of(make_measured(slowest_seconds=53e-3, slowest_rank=1, slowest_host="b")).points
+    *_, two, _ = curve_of(make_measured(late_ms=3)).points
     assert {part: round(1e3 * seconds) for part, seconds in asdict(known(two.parts)).items()} == {
         "arithmetic": 50, "input": 0, "waiting": 3, "exposed": 8, "hidden": 0,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("milliseconds", "named"), [(60, True), (53, False)])
-def test_a_slow_process_is_named(milliseconds: int, named: bool, tmp_path: Path) -> None:
-    measured = make_measured(slowest_seconds=MILLISECOND * milliseconds, slowest_rank=1, slowest_host="b")
-    command.write(command.reported(parse({"variants": VARIANTS}), measured, [], price=None, link=None), tmp_path)
+@pytest.mark.parametrize(("late_ms", "named"), [(10, True), (3, False)])
+def test_a_slow_process_is_named(late_ms: int, named: bool, tmp_path: Path) -> None:
+    measured = make_measured(late_ms=late_ms)
+    command.write(command.reported(parse({"variants": VARIANTS}), measured, [], Options()), tmp_path)
     said = "ddp, 2: rank 1 on b takes 1.20 times the mean process's step, so the others wait for it."
     assert (said in (tmp_path / "scaling.md").read_text()) is named
 
@@ -270,7 +279,7 @@ def test_the_comparison_has_the_price_of_an_epoch(price: Any) -> None:
 
 def test_an_earlier_projection_stands_beside_the_measurement() -> None:
     def report_of(measured: Measured, earlier: Sequence[Report] = ()) -> Report:
-        return command.reported(parse({"variants": VARIANTS}), measured, earlier, price=None, link=None)
+        return command.reported(parse({"variants": VARIANTS}), measured, earlier, Options())
 
     measured = make_measured()
     places = tuple(place.model_copy(update={"measured": place.processes == 1}) for place in measured.places)
@@ -323,6 +332,15 @@ def test_arms_of_all_kinds() -> None:
     assert (weak.batch_size, weak.alone, weak.measured) == (512, "ddp-weak-4-alone", False)
 
 
+def test_what_exchanges_something_is_modelled_or_not_by_name() -> None:
+    exchanging = {entry.name for entry in catalogue.CATALOGUE if {*entry.needs, entry.name} & {*command.SHARED}}
+    assert exchanging - command.NOT_MODELLED == {
+        "ddp", "weak_scaling", "bucket_mb", "gradients_beside_buckets", "static_graph", "fp16_compression",
+        "bf16_compression", "fsdp", "keep_gathered", "parameter_precision", "cpu_offload",
+    }  # fmt: skip
+    assert exchanging > command.NOT_MODELLED
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -332,8 +350,8 @@ def test_arms_of_all_kinds() -> None:
         ({"up_to": 1}, "--up-to: found 1, but 2 are measured here; expected a multiple"),
         ({"link": "string"}, "--link: found 'string'; expected one of nvlink4"),
         ({"names": ["baseline"]}, "scale: found baseline; expected some of "),
-        ({"up_to": 48}, "found 64, which 48 processes cannot divide"),
-        ({"up_to": 256}, "found 64, which 128 processes cannot divide"),
+        ({"up_to": 48}, "found 64, which variants.ddp-48 cannot divide into 48 processes"),
+        ({"up_to": 256}, "found 64, which variants.ddp-128 cannot divide into 128 processes"),
     ],
     ids=["price", "minutes", "too_many_minutes", "up_to", "link", "variant", "batch", "large"],
 )
@@ -342,16 +360,16 @@ def test_wrong_options_are_named_before_anything_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS})
-    values = {"up_to": None, "price": None, "minutes": 1.0, "link": None, "names": ["ddp"]} | options
+    known = Options(**{name: value for name, value in options.items() if name != "names"})
     with pytest.raises(ConfigError, match=re.escape(said)):
-        command.run(config, CPU_ONLY, values.pop("names"), **values)
+        command.run(config, CPU_ONLY, options.get("names", ["ddp"]), known)
 
 
 def test_answers_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured = make_measured()
     config = parse({"scale": {"worth": 0.1}, "variants": VARIANTS})
-    earlier = command.reported(config, measured, [], price=None, link=None)
-    command.write(command.reported(config, measured, [earlier], price=3.0, link=None), tmp_path)
+    earlier = command.reported(config, measured, [], Options())
+    command.write(command.reported(config, measured, [earlier], Options(price=3.0)), tmp_path)
     text = capsys.readouterr().out
     assert "**ddp: use 2, 1.64 (1.64 to 1.64) times as fast as 1 for 1.22 times the money; 4 would be 2.3" in text
     assert "projected**" in text or "projected." in text
@@ -371,7 +389,7 @@ def test_a_point_whose_rounds_were_rejected_is_unknown(tmp_path: Path) -> None:
     rejected = tuple(window.model_copy(update={"samples_per_second": None}) for window in samples(61))
     arms = (arm.model_copy(update={"samples": rejected}) if arm.name == "ddp-2" else arm for arm in measured.bench.arms)
     measured = measured.model_copy(update={"bench": measured.bench.model_copy(update={"arms": tuple(arms)})})
-    command.write(command.reported(parse({"variants": VARIANTS}), measured, [], price=None, link=None), tmp_path)
+    command.write(command.reported(parse({"variants": VARIANTS}), measured, [], Options()), tmp_path)
     assert "| 2 | 256 | unknown | unknown, untrusted | unknown |" in (tmp_path / "scaling.md").read_text()
 
 
@@ -386,7 +404,7 @@ def test_a_size_that_is_not_trusted_is_marked(tmp_path: Path) -> None:
     arms = (*measured.bench.arms[:-1], control.model_copy(update={"samples": tuple(scattered)}))
     changed = measured.bench.model_copy(update={"arms": arms, "budget": "--minutes"})
     measured = measured.model_copy(update={"bench": changed})
-    report = command.reported(parse({"variants": VARIANTS}), measured, [], price=None, link=None)
+    report = command.reported(parse({"variants": VARIANTS}), measured, [], Options())
     command.write(report, tmp_path)
     assert "set --minutes: " in (report.curves[0].points[1].speedup.why_untrusted or "")
     text = (tmp_path / "scaling.md").read_text()
@@ -398,7 +416,7 @@ def test_one_gpu_gives_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     one = SERVER.model_copy(update={"gpus": 1})
     with pytest.raises(ConfigError, match="found one GPU"):
-        command._measured(parse({"variants": VARIANTS}), one, [], None, 1.0)
+        command._measured(parse({"variants": VARIANTS}), one, [], Options())
 
 
 @pytest.mark.slow
@@ -429,7 +447,7 @@ def test_a_curve_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert two["parts"]["waiting"] > 0.005
     assert two["parts"]["exposed"] >= 0
     assert without_model["parts"] is None
-    buckets = report["measured"]["alone"]["fsdp-4-alone"]["buckets"]
+    buckets = four["alone"]["buckets"]
     assert [bucket[1:3] for bucket in buckets] == [[2600, "all_gather"], [2600, "reduce_scatter"]]
     assert two["place"]["measured"]
     assert not four["place"]["measured"]

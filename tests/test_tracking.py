@@ -293,7 +293,7 @@ def test_scaling_curves_stand_beside_the_report(root: Path) -> None:
     def write_curves(job: dict[str, Any], **of_bench: Any) -> None:
         bench = measured.bench.model_copy(update={"config": measured.bench.config | {"train": job}, **of_bench})
         of_job = measured.model_copy(update={"bench": bench})
-        scale.write(scale.reported(config, of_job, [], price=None, link=None), root / "reports")
+        scale.write(scale.reported(config, of_job, [], scale.Options()), root / "reports")
 
     other_data = known(measured.bench.dataset).model_copy(update={"train_count": 9})
     for job, of_bench in (config.job | {"epochs": 100}, {}), (config.job, {"dataset": other_data}):

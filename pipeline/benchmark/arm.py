@@ -34,7 +34,7 @@ from pipeline.plans import plan as plan_of
 from pipeline.processes import terminate_with_parent
 from pipeline.processes.malloc import keep_freed_memory, return_freed_memory
 from pipeline.profiling.arithmetic import Unreduced
-from pipeline.results import Arithmetic, Flops, Ledgers, RunConditions, Window
+from pipeline.results import Flops, Ledgers, RunConditions, Window
 from pipeline.results.figures import MEMORY
 from pipeline.training.assembly import assembled, planned, preload_for
 from pipeline.training.loop import Training
@@ -63,8 +63,6 @@ class Measured(RunConditions):
     """None if the request did not ask for ledgers, if no peak is known, and on all ranks except the main one."""
     flops: Flops | None = None
     """None if the request did not ask for ledgers."""
-    arithmetic: tuple[Arithmetic, ...] = ()
-    """One entry a rank, if the plan's ranks do not exchange gradients; else empty."""
 
 
 def serve(config: Config, machine: Machine, prepared: Path) -> None:
@@ -220,14 +218,11 @@ def _rank_of_arm(
             device_name = device_name_of(world, fingerprint)
             made = _ledgers(training, window, peaks) if ledgers else None
             flops = _flops(training, device_name) if ledgers else None
-            arithmetic = [
-                of_rank
-                for technique in training.techniques
-                if isinstance(technique, Unreduced)
-                for of_rank in world.gather(technique.read(training.clock))
-            ]
+            for unreduced in training.techniques:
+                if isinstance(unreduced, Unreduced):
+                    window = window.model_copy(update={"arithmetic": unreduced.read(training.clock)})
             conditions = conditions_of(training, device_name)
-        yield Measured(**dict(conditions), window=window, ledgers=made, flops=flops, arithmetic=tuple(arithmetic))
+        yield Measured(**dict(conditions), window=window, ledgers=made, flops=flops)
 
 
 def _allowed_wait(training: Training, config: Config) -> float | None:

@@ -208,7 +208,7 @@ def side_by_side(
     steps: int,
     round_seconds: float,
     session: Callable[[], Session],
-    keep: Kept,
+    keep: Kept = lambda _: None,
     earlier: Bench | None = None,
     settled: Settled = lambda _: (),
     memory_known: MemoryKnown = lambda _: False,

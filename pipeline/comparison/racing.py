@@ -156,5 +156,4 @@ def interaction(combined: Difference, alone: Difference) -> Difference:
     figure is larger than the product of the two alone; the errors of both ratios add up in quadrature."""
     if None in (combined.low, alone.low) or not alone.estimate:
         return Difference()
-    ends = {end: getattr(combined, end) / alone.estimate for end in ("estimate", "low", "high")}
-    return stats.widened(combined.model_copy(update=ends), max(alone.widths))
+    return stats.widened(combined.times(1 / alone.estimate), max(alone.widths))

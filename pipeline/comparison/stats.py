@@ -137,6 +137,11 @@ class Difference(Record):
             return ANY
         return allowed(self, self.margin, higher_is_better=higher_is_better)
 
+    def times(self, factor: float) -> Difference:
+        """Return the ratio, multiplied by a factor that is known; with its old decision."""
+        ends = {end: getattr(self, end) for end in ("estimate", "low", "high")}
+        return self.model_copy(update={end: value and factor * value for end, value in ends.items()})
+
     @property
     def counts(self) -> bool:
         """True if the difference is trusted and has bounds."""

@@ -86,7 +86,7 @@ class Unreduced(Technique):
         return kept
 
     def read(self, clock: Clock) -> Arithmetic:
-        """Return this rank's steps so far, of which ``clock`` has the times."""
+        """Return all ranks' steps so far, of which each rank's ``clock`` has the times."""
         self._clock.now()  # waits until the device has reached all marks
         last = [exchange[1:] for exchange in self._steps[-1][1]]  # DDP may rearrange buckets after the first step
         alike = [step for step in self._steps if [exchange[1:] for exchange in step[1]] == last]
@@ -94,8 +94,10 @@ class Unreduced(Technique):
             statistics.median(self._clock.between(start, exchanges[place][0]) for start, exchanges in alike)
             for place in range(len(last))
         ]
+        hosts, steps = zip(*self.world.gather((self.world.host, clock.step_seconds[-NOTED_STEPS:])), strict=True)
         return Arithmetic(
-            host=self.world.host,
-            step_seconds=tuple(clock.step_seconds[-NOTED_STEPS:]),
+            hosts=hosts,
+            rank_seconds=tuple(map(statistics.fmean, steps)),
+            latest_seconds=statistics.fmean(map(max, zip(*steps, strict=True))),
             buckets=tuple(Exchange(ready, *kind) for ready, kind in zip(seconds, last, strict=True)),
         )

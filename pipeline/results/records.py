@@ -73,6 +73,37 @@ class HistoryRow(Record):
     test_accuracy: Share | None = None
 
 
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+
+class Exchange(NamedTuple):
+    """What a rank would exchange with others in a step."""
+
+    ready_seconds: Amount
+    """From the step's start until it could begin."""
+    size_bytes: Count
+    """Of the tensor that is reduced, or that all ranks hold in the end."""
+    operation: Operation = "all_reduce"
+
+
+class Arithmetic(Record):
+    """Steps of ranks that exchange nothing (``Plan.reduces``): their arithmetic alone."""
+
+    hosts: tuple[str, ...]
+    """Each rank's host."""
+    rank_seconds: tuple[Positive, ...]
+    """Each rank's mean step, the wait for input included."""
+    latest_seconds: Positive
+    """The mean, over the steps, of the rank that is slowest in the step."""
+    buckets: tuple[Exchange, ...]
+    """The main rank's buckets of gradients (DDP), or what FSDP gathers and scatters, in their order; medians over the
+    steps."""
+
+    @property
+    def mean_seconds(self) -> float:
+        return statistics.fmean(self.rank_seconds)
+
+
 class Window(Record):
     """Measurements of a window of steps: after the warm-up, without evaluation, in a steady state.
 
@@ -103,6 +134,8 @@ class Window(Record):
     memory (``Figure.taken_in``)."""
     arithmetic_rank_ms: tuple[Amount, ...] = Field((), exclude_if=operator.not_)
     """Each rank's time to compute a step alone (``figures.ARITHMETIC``). Empty if unknown."""
+    arithmetic: Arithmetic | None = Field(None, exclude_if=operator.not_)
+    """Of ranks that exchange nothing; None for all others."""
     peak_reserved_bytes: Count | None
     """CUDA: the largest max_memory_reserved of all ranks. None on a CPU."""
     driver_memory_bytes: Count | None = None
@@ -137,29 +170,6 @@ class Window(Record):
                 f"{self.step_p50_ms:g} ms or longer"
             )
         return contradictions
-
-
-Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
-
-
-class Exchange(NamedTuple):
-    """What a rank would exchange with others in a step."""
-
-    ready_seconds: Amount
-    """From the step's start until it could begin."""
-    size_bytes: Count
-    """Of the tensor that is reduced, or that all ranks hold in the end."""
-    operation: Operation = "all_reduce"
-
-
-class Arithmetic(Record):
-    """Steps of one rank that exchanges nothing (``Plan.reduces``): its arithmetic alone."""
-
-    host: str
-    step_seconds: tuple[Positive, ...]
-    """The measured steps' times, in their order, the wait for input included."""
-    buckets: tuple[Exchange, ...]
-    """DDP's buckets of gradients, or what FSDP gathers and scatters, in their order; medians over the steps."""
 
 
 class Run(Window):

@@ -7,23 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, takewhile
 from operator import attrgetter
-from typing import Literal
 
 from pipeline.comparison import sessions, stats
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.summaries import over_rounds
-from pipeline.results import Bench, Document, Exchange, Record
+from pipeline.results import Arithmetic, Bench, Document, Exchange, Record
 from pipeline.results.figures import ENERGY, INPUT_WAIT, MEMORY, THROUGHPUT, Figure
-from pipeline.results.records import Count, Operation
 from pipeline.scaling import projection
-from pipeline.scaling.probe import LINKS, Probe
-from pipeline.scaling.projection import Alone, Parts
+from pipeline.scaling.probe import Probe
 
 DOUBT = 0.25
 """Half-width of a projection's interval, on the logarithmic scale, for twice the devices that were measured; more if
 the largest number that was measured is projected worse (docs/how-we-know/scaling.md)."""
-
-Mode = Literal["strong", "weak"]
 
 
 class Place(Record):
@@ -33,13 +28,14 @@ class Place(Record):
     """The name of its arm; of a point that is projected, the name of the point."""
     variant: str
     """Also a variant of params.yaml with "-weak": with weak scaling."""
-    mode: Mode
-    processes: Count
-    hosts: Count
-    batch_size: Count
-    devices: Count
+    mode: str
+    """strong or weak."""
+    processes: int
+    hosts: int
+    batch_size: int
+    devices: int
     """What is paid for: the GPUs or, without GPUs, the hosts."""
-    replicas: Count
+    replicas: int
     """Groups of processes that each share one model (fsdp)."""
     alone: str | None
     """The name of the arm that exchanges nothing; None with one process, or if the variant is not modelled."""
@@ -52,13 +48,11 @@ class Measured(Document):
     bench: Bench
     places: tuple[Place, ...]
     """By variant and number."""
-    alone: dict[str, Alone]
-    """Arm that exchanges nothing -> its steps."""
     probe: Probe
     jobs: dict[str, str]
     """Variant -> digest of its settings, the job, the data and the kind of device: projections of equal jobs can be
     compared with what is measured."""
-    epoch_samples: Count
+    epoch_samples: int
 
 
 class Point(Record):
@@ -67,20 +61,21 @@ class Point(Record):
     place: Place
     samples_per_second: float | None
     """The median over the rounds."""
-    step_seconds: float | None
     speedup: Difference
     """The throughput in ratio to one device's."""
     efficiency: Difference
     """The speed-up in ratio to the processes."""
-    more: Difference | None
-    """The throughput in ratio to the point before, with the margin up to which its devices do not pay; None for one
-    device."""
+    more: Difference
+    """The throughput in ratio to the point before, or for one device to itself, with the margin up to which its devices
+    do not pay."""
     peak_memory_bytes: float | None
     """The median over the rounds; None if it is projected."""
     memory: Difference | None
     """Its ratio to one device's."""
     joules_per_sample: float | None
-    parts: Parts | None
+    alone: Arithmetic | None
+    """The steps of the arm that exchanges nothing."""
+    parts: projection.Parts | None
     """The parts of a step; None if they are not known."""
     left_out: Difference | None
     """Of a point that is measured: what it would be projected to be without its own measurement."""
@@ -97,21 +92,21 @@ class Curve(Record):
     """A variant on more and more devices, one device first."""
 
     variant: str
-    mode: Mode
+    mode: str
     points: tuple[Point, ...]
 
     @property
     def best(self) -> int:
         """The index of the last measured point up to which all further devices pay."""
-        pays = (point.place.measured and point.more and point.more.decision == "better" for point in self.points[1:])
+        pays = (point.place.measured and point.more.decision == "better" for point in self.points[1:])
         return len([*takewhile(bool, pays)])
 
     @property
     def ranked(self) -> dict[str, Point]:
         """The cheapest and the fastest point that were measured."""
-        known = [point for point in self.points if point.place.measured and point.samples_per_second and point.money]
-        ranks = {"cheapest": attrgetter("money"), "fastest": attrgetter("step_seconds")}
-        return {rank: min(known, key=key) for rank, key in ranks.items() if known}
+        known = [point for point in self.points if point.place.measured and point.money]
+        ranks = {"cheapest": "money", "fastest": "epoch_seconds"}
+        return {rank: min(known, key=attrgetter(field)) for rank, field in ranks.items() if known}
 
 
 class Report(Document):
@@ -139,66 +134,68 @@ class Analysis:
 
     def __init__(self, report: Report, max_spread: float, earlier: Sequence[Report] = ()) -> None:
         self._report, self._measured, self._reports_before = report, report.measured, earlier
-        bench, measured = report.measured.bench, [place for place in report.measured.places if place.measured]
+        bench, places = report.measured.bench, report.measured.places
         self._samples = {arm.variant: arm.samples for arm in bench.arms if arm.role == "variant"}
         self._table = sessions.table_of([bench], max_spread, {})
-        self._here = max(measured, key=attrgetter("processes"))
-        self._within = self._here.processes // self._here.hosts
-        speeds = {place: over_rounds(THROUGHPUT, self._samples[place.name]) for place in measured}
-        self._steps = {place: place.batch_size / speed for place, speed in speeds.items() if speed}
-        self._parts: dict[Place, Parts] = {}
-        self._projected: dict[Place, tuple[str, float, float]] = {}
-        """The arm without an exchange, how many times as fast the place is by the projection, and the doubt of it."""
+        self._here = max((place for place in places if place.measured), key=attrgetter("processes"))
+        self._parts: dict[Place, projection.Parts] = {}
+        self._projected: dict[str, tuple[str, float, float]] = {}
+        """Place -> the arm without an exchange, how many times as fast the place is by the projection, and the doubt
+        of it."""
         self._take_apart()
+
+    def _figure(self, figure: Figure, arm: str) -> float | None:
+        """Return the median over the rounds; None for an arm that was not measured."""
+        return over_rounds(figure, self._samples.get(arm, ()))
 
     def _take_apart(self) -> None:
         """Project each place by the largest one before it that was measured, also within a host or also between hosts:
         it tells how much longer communication takes beside arithmetic, and how far off a projection is."""
         largest: dict[tuple[str, bool], tuple[float, float]] = {}
         for place in self._measured.places:
-            step = self._steps.get(place)
+            speed = self._figure(THROUGHPUT, place.name)
+            step = place.batch_size / speed if speed else None
             if place.alone:
-                kind, parts_with = (place.variant, min(place.hosts, self._here.hosts) > 1), self._parts_with(place)
-                beside, doubt = largest.get(kind, (1.0, DOUBT))
-                projected, speed = parts_with(beside).step, over_rounds(THROUGHPUT, self._samples[place.alone])
-                self._projected[place] = place.alone, place.batch_size / projected / (speed or 1.0), doubt
+                kind = place.variant, min(place.hosts, self._here.hosts) > 1
+                (beside, doubt), parts_with = largest.get(kind, (1.0, DOUBT)), self._parts_with(place, place.alone)
+                projected, of_arm = parts_with(beside).step, self._figure(THROUGHPUT, place.alone) or 1.0
+                self._projected[place.name] = place.alone, place.batch_size / projected / of_arm, doubt
                 if step:
                     beside = projection.beside(step, parts_with)
                     largest[kind] = beside, max(DOUBT, abs(math.log(projected / step)))
                 if step or not place.measured:
                     self._parts[place] = parts_with(beside).within(step or projected)
             elif step and place.processes == 1:
-                waits = step * (over_rounds(INPUT_WAIT, self._samples[place.name]) or 0.0)
-                self._parts[place] = Parts(step - waits, waits)
+                waits = step * (self._figure(INPUT_WAIT, place.name) or 0.0)
+                self._parts[place] = projection.Parts(step - waits, waits)
 
     def curves(self) -> Iterator[Curve]:
         for variant, of_curve in groupby(self._measured.places, attrgetter("variant")):
-            places = [*of_curve]
-            pairs = zip(places, [None, *places], strict=False)
-            points = tuple(self._point(place, before, places[0]) for place, before in pairs)
-            yield Curve(variant=variant, mode=places[0].mode, points=points)
+            single, *more = of_curve
+            pairs = zip([single, *more], [single, single, *more], strict=False)
+            points = tuple(self._point(place, before, single) for place, before in pairs)
+            yield Curve(variant=variant, mode=single.mode, points=points)
 
-    def _point(self, place: Place, before: Place | None, single: Place) -> Point:
-        samples = self._samples[place.name] if place.measured else ()
-        step = self._steps.get(place) if place.measured else self._parts[place].step
-        speedup, more = self._ratio(place, single), None
-        if before:
-            doublings = math.log2(place.processes / before.processes)
-            more = self._ratio(place, before, (1 + self._report.worth) ** doublings - 1)
-        epoch_seconds = step and step * self._measured.epoch_samples / place.batch_size
+    def _point(self, place: Place, before: Place, single: Place) -> Point:
+        speed, speedup = self._figure(THROUGHPUT, place.name), self._ratio(place, single)
+        if not place.measured:
+            speed = place.batch_size / self._parts[place].step
+        doublings = math.log2(place.processes / before.processes)
+        epoch_seconds = speed and self._measured.epoch_samples / speed
         hours = epoch_seconds and place.devices * epoch_seconds * self._report.epochs / 3600
+        left_out = place.model_copy(update={"measured": False})
         return Point(
             place=place,
-            samples_per_second=step and place.batch_size / step,
-            step_seconds=step,
+            samples_per_second=speed,
             speedup=speedup,
-            efficiency=_times(speedup, 1 / place.processes),
-            more=more,
-            peak_memory_bytes=over_rounds(MEMORY, samples),
+            efficiency=speedup.times(1 / place.processes),
+            more=self._ratio(place, before, (1 + self._report.worth) ** doublings - 1),
+            peak_memory_bytes=self._figure(MEMORY, place.name),
             memory=self._ratio(place, single, figure=MEMORY) if place.measured else None,
-            joules_per_sample=over_rounds(ENERGY, samples),
+            joules_per_sample=self._figure(ENERGY, place.name),
+            alone=projection.joined(self._samples[place.alone]) if place.alone else None,
             parts=self._parts.get(place),
-            left_out=self._ratio(place, single, left_out=True) if place.measured and place.alone else None,
+            left_out=self._ratio(left_out, single) if place.measured and place.alone else None,
             earlier=tuple(self._earlier(place)) if place.measured else (),
             epoch_seconds=epoch_seconds,
             price=self._report.price and hours and self._report.price * hours,
@@ -212,58 +209,35 @@ class Analysis:
                 points = (point for curve in report.curves for point in curve.points)
                 yield from (of.speedup for of in points if of.place.name == place.name and not of.place.measured)
 
-    def _ratio(
-        self, above: Place, below: Place, margin: float = 0.0, *, left_out: bool = False, figure: Figure = THROUGHPUT
-    ) -> Difference:
-        """Return the ratio of two places' figures; ``left_out``: as if ``above`` had not been measured."""
-        as_measured = above.measured and not left_out
-        arm, factor, doubt = (above.name, 1.0, 0.0) if as_measured else self._projected[above]
-        base, of_base, _ = (below.name, 1.0, 0.0) if below.measured else self._projected[below]
+    def _ratio(self, above: Place, below: Place, margin: float = 0.0, figure: Figure = THROUGHPUT) -> Difference:
+        """Return the ratio of two places' figures."""
+        arm, factor, doubt = (above.name, 1.0, 0.0) if above.measured else self._projected[above.name]
+        base, of_base, _ = (below.name, 1.0, 0.0) if below.measured else self._projected[below.name]
         confidence = stats.confidence_of(len(self._measured.places))
         (ratio,) = self._table.ratios(arm, base, figure, margin, confidence).values()
-        if as_measured:
+        if above.measured:
             return ratio
         doublings = max(1.0, math.log2(above.processes / max(below.processes, self._here.processes)))
-        ratio = stats.widened(_times(ratio, factor / of_base), doubt * math.sqrt(doublings))
+        ratio = stats.widened(ratio.times(factor / of_base), doubt * math.sqrt(doublings))
         return ratio if ratio.why_untrusted else ratio.model_copy(update={"decision": stats.decide(ratio, margin)})
 
-    def _parts_with(self, place: Place) -> Callable[[float], Parts]:
-        """Return the parts of a step by its arm without an exchange, as a function of how much longer communication
+    def _parts_with(self, place: Place, arm: str) -> Callable[[float], projection.Parts]:
+        """Return the parts of a step by its ``arm`` without an exchange, as a function of how much longer communication
         takes beside arithmetic."""
-        assert place.alone
-        waits = over_rounds(INPUT_WAIT, self._samples[place.alone]) or 0.0
-        alone, blocking = self._measured.alone[place.alone], self._measured.probe.backend == "gloo"
+        alone, waits = projection.joined(self._samples[arm]), self._figure(INPUT_WAIT, arm) or 0.0
         taken = [self._seconds(place, exchange) for exchange in alone.buckets]
+        blocking = self._measured.probe.backend == "gloo"
         return partial(projection.parts, alone, waits, place.processes, taken, blocking=blocking)
 
     def _seconds(self, place: Place, exchange: Exchange) -> float:
         """Return the seconds of an exchange alone. Replicas of a model also average what its processes have scattered;
         a host's processes do this beside each other, over the host's link."""
-        shares, hosts = place.processes // place.replicas, math.ceil(place.processes / self._within)
-        size, of_shares = exchange.size_bytes, math.ceil(shares / self._within)
-        seconds = self._collective(exchange.operation, shares, of_shares, size)
+        taken, within = partial(self._measured.probe.taken, self._report.link), self._here.processes // self._here.hosts
+        shares, hosts = place.processes // place.replicas, math.ceil(place.processes / within)
+        size, of_shares = exchange.size_bytes, math.ceil(shares / within)
+        seconds = taken(exchange.operation, shares, of_shares, size)
         if place.replicas > 1 and exchange.operation == "reduce_scatter":
-            beside = min(shares, self._within) if hosts > 1 else 1
+            beside = min(shares, within) if hosts > 1 else 1
             of_replicas = min(place.replicas, hosts)
-            seconds += self._collective("all_reduce", place.replicas, of_replicas, beside * size / shares)
+            seconds += taken("all_reduce", place.replicas, of_replicas, beside * size / shares)
         return seconds
-
-    def _collective(self, operation: Operation, processes: int, hosts: int, size: float) -> float:
-        """Return the seconds of an operation alone, among processes on so many hosts.
-
-        Further devices have links as those here or, between hosts, the assumed one: a host's devices then reduce or
-        gather among themselves first."""
-        probe = self._measured.probe
-        numbers = [of for of in probe.numbers if (probe.of(of)[0].hosts > 1) == (hosts > 1)] or probe.numbers
-        if not self._report.link or hosts == 1 or processes in numbers:
-            probed = max((of for of in numbers if of <= processes), default=numbers[0])
-            return projection.seconds_among(processes, size, probe.of(probed, operation), probe.backend)
-        of_host = processes // hosts
-        inner = self._collective(operation, of_host, 1, size) if of_host > 1 else 0.0
-        half = 1.0 if operation == "all_reduce" else 0.5  # an all-reduce is a scatter and a gather
-        return inner + half * LINKS[self._report.link].seconds(hosts, size)
-
-
-def _times(ratio: Difference, factor: float) -> Difference:
-    ends = {end: getattr(ratio, end) for end in ("estimate", "low", "high")}
-    return ratio.model_copy(update={end: value and factor * value for end, value in ends.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -10,18 +11,17 @@ from contextlib import suppress
 from itertools import combinations
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import pynvml
 import torch
 
-from pipeline import hosts, pages
+from pipeline import hosts, pages, plans
 from pipeline.distributed import forked, world
 from pipeline.distributed.collectives import seconds_of
 from pipeline.environment import cores, hardware
 from pipeline.errors import ConfigError, count, say
 from pipeline.measurement.windows import handle_of
 from pipeline.params import Config, Machine, Variant
-from pipeline.plans import Plan
-from pipeline.plans import plan as plan_of
 from pipeline.report import write_pages
 from pipeline.report.pictures import Chart, loglog
 from pipeline.results import REPORTS, Document, Record
@@ -82,26 +82,21 @@ class Timing(Record):
     """The bus bandwidth that the hardware states; None if it is unknown."""
 
     @property
-    def bus_bytes(self) -> float:
-        """Bytes that each process must send at least. Divided by the time, they are the bus bandwidth, which does not
-        depend on the number of processes. Source: nccl-tests, doc/PERFORMANCE.md."""
-        return (2 if self.operation == "all_reduce" else 1) * (self.processes - 1) / self.processes * self.size_bytes
-
-    @property
     def median_seconds(self) -> float:
         return statistics.median(self.seconds)
 
-    @property
-    def bus_bytes_per_second(self) -> float:
-        """Of the median time."""
-        return self.bus_bytes / self.median_seconds
+    def speed(self, seconds: float) -> float:
+        """Return the bus bandwidth of a call that takes so long: the bytes that each process must send at least, a
+        second. It does not depend on the number of processes. Source: nccl-tests, doc/PERFORMANCE.md."""
+        each_way = (self.processes - 1) / self.processes * self.size_bytes
+        return (2 if self.operation == "all_reduce" else 1) * each_way / seconds
 
     @property
     def is_slow(self) -> bool:
         """True if even the fastest repetition gives less than ``SLOW`` of what the link states: other work on the
         machine only makes a link look slower."""
         stated = self.stated_bytes_per_second
-        return stated is not None and self.bus_bytes / min(self.seconds) < SLOW * stated
+        return stated is not None and self.speed(min(self.seconds)) < SLOW * stated
 
 
 class Probe(Document):
@@ -122,6 +117,33 @@ class Probe(Document):
     def of(self, processes: int, operation: Operation = "all_reduce") -> list[Timing]:
         """Return the timings of an operation among a number of processes, from the smallest to the largest size."""
         return [timing for timing in self.timings if (timing.processes, timing.operation) == (processes, operation)]
+
+    def taken(self, link: str | None, operation: Operation, processes: int, hosts: int, size: float) -> float:
+        """Return the seconds of an operation with ``size`` bytes, among processes on so many hosts.
+
+        Further devices have links as those here or, between hosts, the assumed one (``link``): a host's devices then
+        reduce or gather among themselves first. Between two sizes, it is interpolated. The time of the smallest size is
+        the latency: with the number of processes, it grows with the messages that follow each other, the rest with the
+        bytes that each process sends. The messages are those of a ring or, in an all-reduce with NCCL, of a tree, which
+        it uses where latency counts (Jeaugey, "Massively scale your deep learning training with NCCL 2.4", NVIDIA
+        2019).
+        """
+        numbers = [of for of in self.numbers if (self.of(of)[0].hosts > 1) == (hosts > 1)] or self.numbers
+        if link and hosts > 1 and processes not in numbers:
+            of_host = processes // hosts
+            inner = self.taken(link, operation, of_host, 1, size) if of_host > 1 else 0.0
+            half = 1.0 if operation == "all_reduce" else 0.5  # an all-reduce is a scatter and a gather
+            return inner + half * LINKS[link].seconds(hosts, size)
+        timed = max((of for of in numbers if of <= processes), default=numbers[0])
+        timings = self.of(timed, operation)
+        sizes, seconds = [timing.size_bytes for timing in timings], [timing.median_seconds for timing in timings]
+        whole = max(1.0, size / sizes[-1]) * float(np.interp(size, sizes, seconds))
+        latency = min(seconds[0], whole)
+        more_messages = (processes - 1) / (timed - 1)
+        if self.backend == "nccl" and operation == "all_reduce":
+            more_messages = math.log2(processes) / math.log2(timed)
+        more_bytes = (1 - 1 / processes) / (1 - 1 / timed)
+        return more_messages * latency + more_bytes * (whole - latency)
 
 
 def stated_by_gpus() -> float | None:
@@ -158,13 +180,18 @@ def numbers_here(config: Config, machine: Machine) -> list[int]:
             "found one GPU on one host, which has no link to another; to measure the CPU's processes, set train.device "
             "to 'cpu'."
         )
-    return [*(2**power for power in range(1, most.bit_length()) if 2**power < most), most]
+    return doubled(2, most)
 
 
-def _plan(config: Config, machine: Machine, processes: int | Literal["auto"]) -> Plan:
+def doubled(first: int, last: int) -> list[int]:
+    """Return ``first``, doubled as long as it is below ``last``, and ``last``."""
+    return [first, *doubled(min(2 * first, last), last)] if first < last else [last]
+
+
+def _plan(config: Config, machine: Machine, processes: int | Literal["auto"]) -> plans.Plan:
     """Return the plan of a variant with as many processes, whose batch can be divided among any number of them."""
     variant = Variant(parallelism="ddp", processes=processes, scaling="weak")
-    return plan_of(config.model_copy(update={"variants": {"probe": variant}}), "probe", machine)
+    return plans.plan(config.model_copy(update={"variants": {"probe": variant}}), "probe", machine)
 
 
 def measured(config: Config, machine: Machine, numbers: Sequence[int], sizes: Sequence[int] = SIZES) -> Probe:
@@ -173,18 +200,16 @@ def measured(config: Config, machine: Machine, numbers: Sequence[int], sizes: Se
 
     Raises ConfigError if the machine does not have as many devices, and WorkerError if a process fails.
     """
-    plans, timings, about = [_plan(config, machine, processes) for processes in numbers], list[Timing](), {}
-    for plan in plans:
+    planned, timings, about = [_plan(config, machine, processes) for processes in numbers], list[Timing](), {}
+    for plan in planned:
         say(f"probe: {count(plan.processes, 'process')}", file=sys.stderr)
         arguments = (plan.device, cores(), sizes)
         with forked(_rank, arguments, plan.processes, preload=[__name__], on_hosts=plan.hosts) as ask:
             about, stated, seconds = ask(None)[0]
         stated = stated_by_hosts() if plan.hosts > 1 else stated
         where: dict[str, Any] = {"processes": plan.processes, "hosts": plan.hosts, "stated_bytes_per_second": stated}
-        timings += [
-            Timing(operation=operation, size_bytes=size, seconds=values, **where)
-            for (operation, size), values in seconds.items()
-        ]
+        for (operation, size), values in seconds.items():
+            timings.append(Timing(operation=operation, size_bytes=size, seconds=values, **where))
     return Probe(**about, host_names=tuple(hosts.names()), timings=tuple(timings))
 
 
@@ -208,19 +233,17 @@ def run(config: Config, machine: Machine, *, as_json: bool) -> None:
     """Probe the links between the devices; print the report, and write it to ``reports/probe.*``. Raises
     PipelineError."""
     probe = measured(config, machine, numbers_here(config, machine))
-    charts = [_chart(probe, number) for number in probe.numbers]
-    markdown = write_pages("probe", REPORTS, probe.to_json(), probe=probe, charts=charts)
+    markdown = write_pages("probe", REPORTS, probe.to_json(), probe=probe, chart_of=_chart)
     say(probe.to_json() if as_json else markdown, end="")
 
 
 def _chart(probe: Probe, processes: int) -> Chart:
     """Draw the bus bandwidths (GB/s) of all operations among a number of processes over their size (bytes)."""
-    curves = {
-        operation.replace("_", "-"): [
-            (float(timing.size_bytes), timing.bus_bytes_per_second / 1e9) for timing in probe.of(processes, operation)
-        ]
-        for operation in OPERATIONS
-    }
+    curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for timing in probe.timings:
+        if timing.processes == processes:
+            speed = timing.speed(timing.median_seconds)
+            curves[timing.operation.replace("_", "-")].append((float(timing.size_bytes), speed / 1e9))
     stated = probe.of(processes)[0].stated_bytes_per_second
     level = (stated / 1e9, f"stated: {pages.scaled(stated, 'B/s')}") if stated else None
     return loglog(curves, lambda size, _: pages.size(size), lambda speed, _: f"{speed:.3g}", level)

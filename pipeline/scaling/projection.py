@@ -9,24 +9,21 @@ it (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3). So exchange i ends at
     end_i = max(ready_i + delay, end_(i-1)) + beside * allreduce(N, bytes_i)
     allreduce(N, bytes) = latency(N) + 2 (N - 1) / N * bytes / bandwidth
 
-and the step goes on with a delay of max(delay, end_i - needed_i). The second formula is that of a ring (Patarasuk and
-Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of Parallel and Distributed
-Computing 69, 2009); a gather or a scatter is half of it. ``beside``: how much longer communication takes beside
-arithmetic, which it slows down in turn. It is found where a step was measured as a whole.
+and the step goes on with a delay of max(delay, end_i - needed_i). The second formula (``Probe.taken``) is that of a
+ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of Parallel
+and Distributed Computing 69, 2009); a gather or a scatter is half of it. ``beside``: how much longer communication
+takes beside arithmetic, which it slows down in turn. It is found where a step was measured as a whole.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.results import Arithmetic, Exchange, Record
-from pipeline.results.records import Amount, Count, Positive
-from pipeline.scaling.probe import Timing
+from pipeline.results import Arithmetic, Window
 
 MOST_BESIDE = 4.0
 """The largest factor by which communication is assumed to take longer beside arithmetic."""
@@ -60,46 +57,14 @@ class Parts:
         return Parts(arithmetic, self.input, waiting, exposed, max(0.0, self.hidden + self.exposed - exposed))
 
 
-class Alone(Record):
-    """The steps of all processes of an arm that exchange nothing; medians over its rounds."""
-
-    mean_seconds: Positive
-    """Of all processes' steps, the wait for input included."""
-    slowest_seconds: Positive
-    """The mean of the process that is slowest on average."""
-    slowest_rank: Count
-    slowest_host: str
-    jitter_seconds: Amount
-    """How much longer the slowest process of a single step takes than the slowest on average."""
-    processes: Count
-    buckets: tuple[Exchange, ...]
-    """As in ``Arithmetic``."""
-
-    def waiting(self, processes: int) -> float:
-        """Return how many seconds longer than the mean the slowest of so many processes takes in each step.
-
-        A slow device stays as slow. The jitter grows like the largest of N normal values.
-        """
-        grown = _largest_normal(processes) / _largest_normal(self.processes)
-        return self.slowest_seconds - self.mean_seconds + self.jitter_seconds * grown
-
-
-def alone_of(rounds: Sequence[Sequence[Arithmetic]]) -> Alone:
-    """Join the steps of all ranks in all rounds of an arm. Those of a round with the same index ran side by side."""
-    steps = [np.array([rank.step_seconds for rank in ranks]) for ranks in rounds]
-    of_ranks = np.median([of_round.mean(axis=1) for of_round in steps], axis=0)
-    of_latest = float(np.median([of_round.max(axis=0).mean() for of_round in steps]))
-    slowest, last = int(of_ranks.argmax()), rounds[-1][0]
-    later = float(of_ranks.mean()) / statistics.fmean(last.step_seconds)  # a bucket is ready at a share of the step
-    return Alone(
-        mean_seconds=float(of_ranks.mean()),
-        slowest_seconds=float(of_ranks[slowest]),
-        slowest_rank=slowest,
-        slowest_host=rounds[0][slowest].host,
-        jitter_seconds=max(0.0, of_latest - float(of_ranks[slowest])),
-        processes=len(of_ranks),
-        buckets=tuple(bucket._replace(ready_seconds=later * bucket.ready_seconds) for bucket in last.buckets),
-    )
+def joined(samples: Sequence[Window]) -> Arithmetic:
+    """Return the medians over the rounds of an arm. A bucket is ready at a share of the step."""
+    rounds = [sample.arithmetic for sample in samples if sample.arithmetic]
+    last, of_ranks = rounds[-1], np.median([of_round.rank_seconds for of_round in rounds], axis=0)
+    latest = statistics.median(of_round.latest_seconds for of_round in rounds)
+    later = float(of_ranks.mean()) / last.rank_seconds[0]
+    buckets = tuple(bucket._replace(ready_seconds=later * bucket.ready_seconds) for bucket in last.buckets)
+    return Arithmetic(hosts=last.hosts, rank_seconds=tuple(of_ranks.tolist()), latest_seconds=latest, buckets=buckets)
 
 
 def _largest_normal(number: int) -> float:
@@ -109,7 +74,7 @@ def _largest_normal(number: int) -> float:
 
 
 def parts(
-    alone: Alone, waits: float, processes: int, taken: Sequence[float], beside: float = 1.0, *, blocking: bool = False
+    alone: Arithmetic, waits: float, processes: int, taken: Sequence[float], beside: float = 1.0, *, blocking: bool
 ) -> Parts:
     """Return the parts of a step of ``processes`` processes.
 
@@ -117,20 +82,24 @@ def parts(
     ``waits``: the share of these steps that waits for input. ``taken``: the seconds of each exchange alone.
     ``blocking``: gathers and scatters return when they are over, as gloo's do. Else a gather is needed when what
     follows it is ready, because a block's run begins the next gather; all else, when the backward pass ends.
+
+    A slow device stays as slow. The jitter, by which the slowest of a single step exceeds it, grows like the largest of
+    N normal values.
     """
-    waiting = alone.waiting(processes)
-    late = 1 + waiting / alone.mean_seconds  # the slowest process is late with all of its buckets
+    mean, slowest = alone.mean_seconds, max(alone.rank_seconds)
+    grown = _largest_normal(processes) / _largest_normal(len(alone.rank_seconds))
+    waiting = slowest - mean + max(0.0, alone.latest_seconds - slowest) * grown
+    late = 1 + waiting / mean  # the slowest process is late with all of its buckets
     ready = [late * bucket.ready_seconds for bucket in alone.buckets]
     exposed = ended = communicating = 0.0
-    for exchange, alone_seconds, begins, following in zip(
-        alone.buckets, taken, ready, [*ready[1:], *ready[-1:]], strict=True
-    ):
-        needed = following if exchange.operation == "all_gather" else ready[-1]
+    following = [*ready[1:], *ready[-1:]]
+    for exchange, alone_seconds, begins, next_ready in zip(alone.buckets, taken, ready, following, strict=True):
+        needed = next_ready if exchange.operation == "all_gather" else ready[-1]
         seconds = beside * alone_seconds
         ended, communicating = max(begins + exposed, ended) + seconds, communicating + seconds
         exposed = max(exposed, ended - (begins if blocking and exchange.operation != "all_reduce" else needed))
-    waited = waits * alone.mean_seconds
-    return Parts(alone.mean_seconds - waited, waited, waiting, exposed, max(0.0, communicating - exposed))
+    waited = waits * mean
+    return Parts(mean - waited, waited, waiting, exposed, max(0.0, communicating - exposed))
 
 
 def beside(step_seconds: float, parts_with: Callable[[float], Parts]) -> float:
@@ -140,25 +109,3 @@ def beside(step_seconds: float, parts_with: Callable[[float], Parts]) -> float:
         return 1.0
     tried = np.linspace(0.0, MOST_BESIDE, 401)
     return float(np.interp(step_seconds, [parts_with(factor).step for factor in tried], tried))
-
-
-def seconds_among(processes: int, size: float, timings: Sequence[Timing], backend: str) -> float:
-    """Return the seconds of an operation with ``size`` bytes, from its timings among as many processes, or others.
-
-    Between two sizes, it is interpolated. The time of the smallest size is the latency: with the number of processes,
-    it grows with the messages that follow each other, the rest with the bytes that each process sends.
-    """
-    sizes, seconds = [timing.size_bytes for timing in timings], [timing.median_seconds for timing in timings]
-    timed, algorithm = timings[0].processes, backend if timings[0].operation == "all_reduce" else "ring"
-    whole = max(1.0, size / sizes[-1]) * float(np.interp(size, sizes, seconds))
-    latency = min(seconds[0], whole)
-    more_messages = messages(processes, algorithm) / messages(timed, algorithm)
-    more_bytes = (1 - 1 / processes) / (1 - 1 / timed)
-    return more_messages * latency + more_bytes * (whole - latency)
-
-
-def messages(processes: int, algorithm: str) -> float:
-    """Return the messages that follow each other in an all-reduce, by which its latency grows: those of a ring or, with
-    NCCL, of a tree, which it uses where latency counts (Jeaugey, "Massively scale your deep learning training with NCCL
-    2.4", NVIDIA 2019)."""
-    return 2 * math.log2(processes) if algorithm == "nccl" else 2.0 * (processes - 1)
