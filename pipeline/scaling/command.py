@@ -97,9 +97,9 @@ def variants_of(config: Config, names: Sequence[str]) -> dict[str, Variant]:
     parallelism, all with both kinds of scaling. Raises ConfigError.
     """
     base = config.variants[config.compare.baseline]
-    words = {word: base.model_copy(update={"parallelism": word}) for word in SHARED}
     ours = {name: variant for name, variant in config.variants.items() if variant.parallelism in SHARED}
-    known = words | ours
+    words = {word: base.model_copy(update={"parallelism": word}) for word in SHARED if word not in ours}
+    known = ours | words
     strong = {name: variant for name, variant in known.items() if variant.scaling == "strong"}
     known = {f"{name}-weak": of.model_copy(update={"scaling": "weak"}) for name, of in strong.items()} | known
     if wrong := [name for name in names if name not in known]:
@@ -185,10 +185,10 @@ def write(report: Report, directory: Path = REPORTS) -> None:
 
 
 def _speedups(curve: Curve) -> Chart | None:
-    """Return the speed-ups over the number of devices; None if one is unknown."""
+    """Return the speed-ups over the number of devices; None if one is unknown, or if only one was measured."""
     here = sum(point.place.measured for point in curve.points)
     line = [(float(point.place.processes), point.speedup.estimate or 0.0) for point in curve.points]
-    if not all(speedup for _, speedup in line):
+    if here < 2 or not all(speedup for _, speedup in line):
         return None
     lines = {"measured": line[:here], "projected": line[here - 1 :], "as fast as ideal": [line[0], (line[-1][0],) * 2]}
     known = {name: of for name, of in lines.items() if len(of) > 1}

@@ -140,25 +140,22 @@ class Analysis:
         self._here = max((place for place in places if place.measured), key=attrgetter("processes"))
         self._parts: dict[Place, projection.Parts] = {}
         self._projected: dict[str, tuple[str, float, float]] = {}
-        """Place -> the arm without an exchange, how many times as fast the place is by the projection, and the doubt
-        of it."""
+        """Name of a place -> the arm without an exchange, how many times as fast the place is by the projection, and
+        the doubt of it."""
         self._take_apart()
-
-    def _figure(self, figure: Figure, arm: str) -> float | None:
-        """Return the median over the rounds; None for an arm that was not measured."""
-        return over_rounds(figure, self._samples.get(arm, ()))
 
     def _take_apart(self) -> None:
         """Project each place by the largest one before it that was measured, also within a host or also between hosts:
         it tells how much longer communication takes beside arithmetic, and how far off a projection is."""
         largest: dict[tuple[str, bool], tuple[float, float]] = {}
         for place in self._measured.places:
-            speed = self._figure(THROUGHPUT, place.name)
+            speed = over_rounds(THROUGHPUT, self._samples.get(place.name, ()))
             step = place.batch_size / speed if speed else None
             if place.alone:
                 kind = place.variant, min(place.hosts, self._here.hosts) > 1
-                (beside, doubt), parts_with = largest.get(kind, (1.0, DOUBT)), self._parts_with(place, place.alone)
-                projected, of_arm = parts_with(beside).step, self._figure(THROUGHPUT, place.alone) or 1.0
+                beside, doubt = largest.get(kind, (1.0, DOUBT))
+                parts_with = self._parts_with(place, place.alone)
+                projected, of_arm = parts_with(beside).step, over_rounds(THROUGHPUT, self._samples[place.alone]) or 1.0
                 self._projected[place.name] = place.alone, place.batch_size / projected / of_arm, doubt
                 if step:
                     beside = projection.beside(step, parts_with)
@@ -166,7 +163,7 @@ class Analysis:
                 if step or not place.measured:
                     self._parts[place] = parts_with(beside).within(step or projected)
             elif step and place.processes == 1:
-                waits = step * (self._figure(INPUT_WAIT, place.name) or 0.0)
+                waits = step * (over_rounds(INPUT_WAIT, self._samples[place.name]) or 0.0)
                 self._parts[place] = projection.Parts(step - waits, waits)
 
     def curves(self) -> Iterator[Curve]:
@@ -177,9 +174,8 @@ class Analysis:
             yield Curve(variant=variant, mode=single.mode, points=points)
 
     def _point(self, place: Place, before: Place, single: Place) -> Point:
-        speed, speedup = self._figure(THROUGHPUT, place.name), self._ratio(place, single)
-        if not place.measured:
-            speed = place.batch_size / self._parts[place].step
+        samples, speedup = self._samples.get(place.name, ()), self._ratio(place, single)
+        speed = over_rounds(THROUGHPUT, samples) if place.measured else place.batch_size / self._parts[place].step
         doublings = math.log2(place.processes / before.processes)
         epoch_seconds = speed and self._measured.epoch_samples / speed
         hours = epoch_seconds and place.devices * epoch_seconds * self._report.epochs / 3600
@@ -190,9 +186,9 @@ class Analysis:
             speedup=speedup,
             efficiency=speedup.times(1 / place.processes),
             more=self._ratio(place, before, (1 + self._report.worth) ** doublings - 1),
-            peak_memory_bytes=self._figure(MEMORY, place.name),
+            peak_memory_bytes=over_rounds(MEMORY, samples),
             memory=self._ratio(place, single, figure=MEMORY) if place.measured else None,
-            joules_per_sample=self._figure(ENERGY, place.name),
+            joules_per_sample=over_rounds(ENERGY, samples),
             alone=projection.joined(self._samples[place.alone]) if place.alone else None,
             parts=self._parts.get(place),
             left_out=self._ratio(left_out, single) if place.measured and place.alone else None,
@@ -224,7 +220,7 @@ class Analysis:
     def _parts_with(self, place: Place, arm: str) -> Callable[[float], projection.Parts]:
         """Return the parts of a step by its ``arm`` without an exchange, as a function of how much longer communication
         takes beside arithmetic."""
-        alone, waits = projection.joined(self._samples[arm]), self._figure(INPUT_WAIT, arm) or 0.0
+        alone, waits = projection.joined(self._samples[arm]), over_rounds(INPUT_WAIT, self._samples[arm]) or 0.0
         taken = [self._seconds(place, exchange) for exchange in alone.buckets]
         blocking = self._measured.probe.backend == "gloo"
         return partial(projection.parts, alone, waits, place.processes, taken, blocking=blocking)
@@ -232,7 +228,8 @@ class Analysis:
     def _seconds(self, place: Place, exchange: Exchange) -> float:
         """Return the seconds of an exchange alone. Replicas of a model also average what its processes have scattered;
         a host's processes do this beside each other, over the host's link."""
-        taken, within = partial(self._measured.probe.taken, self._report.link), self._here.processes // self._here.hosts
+        taken = partial(self._measured.probe.taken, self._report.link)
+        within = self._here.processes // self._here.hosts
         shares, hosts = place.processes // place.replicas, math.ceil(place.processes / within)
         size, of_shares = exchange.size_bytes, math.ceil(shares / within)
         seconds = taken(exchange.operation, shares, of_shares, size)
