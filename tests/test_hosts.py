@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from pipeline import hosts, results
-from pipeline.distributed import WorkerError, forked, world
+from pipeline.distributed import WorkerError, forked, launching, world
 from pipeline.errors import PipelineError
 from pipeline.hosts import allocation, helper, link
 from pipeline.params import Config, Launch, parse
@@ -176,6 +176,7 @@ def test_a_helper_that_is_lost_ends_all(
     monkeypatch: pytest.MonkeyPatch, two_hosts: list[hosts.Host], number: int, says: str
 ) -> None:
     monkeypatch.setattr(helper, "LOST_SECONDS", 5.0)
+    monkeypatch.setattr(launching, "DEATH_ELSEWHERE_SECONDS", 600.0)  # a death is known at once
     with (  # noqa: PT012
         pytest.raises(WorkerError, match=says),
         forked(_wait_for_the_other, ("is killed",), 2, preload=PRELOAD, on_hosts=2) as ask,

@@ -254,6 +254,21 @@ print(gc.get_threshold() == before, gc.isenabled(), any(each is brought for each
     assert printed(code).split() == ["0", "True", "False", "False"]
 
 
+@pytest.mark.parametrize(("module", "frozen"), [("wave", "True"), ("triton", "False")])
+def test_python_s_end_scans_no_imports(module: str, frozen: str, tmp_path: Path) -> None:
+    """Beside much other work, this scan took half a minute."""
+    (tmp_path / "triton.py").touch()
+    code = f"""
+import atexit, gc, sys
+from pipeline.processes import importing
+atexit.register(lambda: print(gc.get_freeze_count() > 0))  # called last
+sys.path.insert(0, {str(tmp_path)!r})
+with importing():
+    import {module}
+"""
+    assert printed(code).strip() == frozen
+
+
 def test_garbage_of_earlier_work_is_still_found() -> None:
     class Work:
         def __init__(self) -> None:

@@ -115,7 +115,7 @@ class Ranks:
 
     def __call__(self, request: Any) -> list[Any]:
         values: dict[int, Any] = {}
-        failures: list[tuple[bool, str]] = []
+        failures: list[WorkerError] = []
         with suppress(BrokenPipeError):  # the rank is dead; its missing answer is noticed below
             for _, pipe in self.ranks:
                 pipe.send(request)
@@ -123,17 +123,19 @@ class Ranks:
         death_seconds = DEATH_ELSEWHERE_SECONDS if self._host_names else DEATH_SECONDS
         while waiting and (ready := wait(list(waiting), death_seconds if failures else None)):
             for pipe in cast("list[Connection]", ready):
-                rank, died = waiting.pop(pipe), False
+                rank = waiting.pop(pipe)
                 try:
                     values[rank], failure = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    failure, died = _end_of(self.ranks[rank][0]), True
+                    raise self._failed(rank, _end_of(self.ranks[rank][0])) from None
                 if failure:
-                    place = f" on {self._host_names[rank]}" if self._host_names else ""
-                    failures.append((not died, f"rank {rank}{place}: {failure}"))
+                    failures.append(self._failed(rank, failure))
         if failures:
-            raise WorkerError(min(failures, key=lambda failure: failure[0])[1])
+            raise failures[0]
         return [values[rank] for rank in range(len(self.ranks))]
+
+    def _failed(self, rank: int, why: str) -> WorkerError:
+        return WorkerError(f"rank {rank}{f' on {self._host_names[rank]}' if self._host_names else ''}: {why}")
 
     def signal(self, number: int) -> None:
         """Send the signal ``number`` to all ranks."""

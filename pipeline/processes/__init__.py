@@ -125,7 +125,8 @@ def importing() -> Iterator[None]:
     """Disable garbage collection during a block of imports, and freeze all objects that exist at its end.
 
     Imported objects stay alive, so scanning them is useless. Repeated scans would take a quarter of the import time of
-    torch and its compiler. Each later collection would also scan these objects again.
+    torch and its compiler. Each later collection would also scan these objects again, and those at Python's end would
+    take a second, or half a minute beside much other work.
     """
     hush_torchao()
     thresholds, modules = gc.get_threshold(), len(sys.modules)
@@ -136,7 +137,12 @@ def importing() -> Iterator[None]:
         gc.set_threshold(*thresholds)
         if len(sys.modules) > modules:  # otherwise, freezing would only keep earlier garbage
             gc.freeze()
-            atexit.register(gc.unfreeze)  # Python's shutdown has to collect them
+            atexit.register(_unfreeze)
+
+
+def _unfreeze() -> None:
+    if "triton" in sys.modules:  # it prints what Python's end has not collected
+        gc.unfreeze()
 
 
 @contextmanager
