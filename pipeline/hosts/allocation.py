@@ -22,7 +22,7 @@ from pipeline.processes import launched_size
 NAME = "PIPELINE_HOST"
 """The environment variable that names the host of a rank."""
 PODS = "PIPELINE_PODS"
-"""The environment variable with the names of the hosts of `submit kubernetes`, in the first of its pods."""
+"""The environment variable with the names of the pods of `submit kubernetes`, the one that runs the command first."""
 _INTERACTIVE_STEP = "4294967290"
 """The id of the step in which `salloc` may run a shell on the first node (SLURM_INTERACTIVE_STEP in slurm.h)."""
 

@@ -132,7 +132,6 @@ class Host:
         for number in list(self._ranks):
             self._end(number, None)
         self._values.put((None, self.why_lost))
-        self._link.end()
 
 
 class Rank:

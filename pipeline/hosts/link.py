@@ -36,20 +36,17 @@ class Link:
 
     def __init__(self, incoming: IO[bytes], outgoing: IO[bytes]) -> None:
         self._incoming = incoming
-        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        self._messages: SimpleQueue[bytes] = SimpleQueue()
         Thread(target=self._write, args=(outgoing,), daemon=True).start()
 
     def say(self, *message: Any) -> None:
         """Send a message. Never waits, so that a signal's handler may call it."""
         self._messages.put(b64encode(pickle.dumps(message)))
 
-    def end(self) -> None:
-        self._messages.put(None)
-
     def _write(self, outgoing: IO[bytes]) -> None:
         with suppress(OSError), outgoing:  # the other end has ended, which ``heard`` reports
-            for message in iter(self._messages.get, None):
-                outgoing.write(b"\n" + _MARK + message + b"\n")  # first ends a line that the prefix has begun
+            while True:
+                outgoing.write(b"\n" + _MARK + self._messages.get() + b"\n")  # first ends a line of the prefix
                 outgoing.flush()
 
     def heard(self) -> Iterator[Any]:

@@ -141,7 +141,7 @@ def _lock() -> Iterator[list[int]]:
         try:
             yield [file.fileno()]
         finally:
-            if not _dvc_lives():
+            if not any(psutil.pid_exists(user["pid"]) for user in _users_of_dvc()):  # on this host
                 _DVC_LOCK.unlink(missing_ok=True)
             LOCK.write_text("", encoding="utf-8")
 
@@ -152,11 +152,6 @@ def _users_of_dvc() -> list[dict[str, Any]]:
         return []
     held = {"write": {}, "read": {}} | read_json(_DVC_LOCK)
     return [*held["write"].values(), *itertools.chain(*held["read"].values())]
-
-
-def _dvc_lives() -> bool:
-    """Return True if a process of this host is in DVC's lock."""
-    return any(psutil.pid_exists(user["pid"]) for user in _users_of_dvc())
 
 
 def _this_process() -> dict[str, Any]:
