@@ -478,7 +478,8 @@ def test_real_arms_are_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     advice = read_document(FILE, Advice, "")
     assert advice.finished
     assert advice.candidates.keys() >= {"resident_data", "streamed_data", "dataloader"}
-    assert advice.candidates.keys() <= {*advice.costs, *advice.out}
+    late = {name for name in advice.candidates if advice.state(name).startswith("no time for it")}
+    assert advice.candidates.keys() <= {*advice.costs, *advice.out} | late
 
 
 def recorded(scatter: float) -> dict[str, Any]:

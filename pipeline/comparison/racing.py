@@ -48,12 +48,16 @@ class Race:
         """Return the race of the baseline, its control and variants, whose samples with the same index were measured
         side by side. The baseline's figures are the geometric means of its own and its control's. A speed that was
         rejected because the machine was disturbed counts: the disturbance is a part of the scatter."""
-        rows: dict[str, list[Arm]] = {baseline: []}
-        for arm in arms:
-            rows.setdefault(arm.variant, []).append(arm.undisturbed())
-        rounds = max(len(arm.samples) for arm in arms)
-        logs = {figure: np.array([_logs(equal, figure, rounds) for equal in rows.values()]) for figure in RACED}
-        return cls([*rows], logs, {figure: figure.margin_in(margins) for figure in RACED})
+        names = list(dict.fromkeys((baseline, *(arm.variant for arm in arms))))
+        rounds, logs = max(len(arm.samples) for arm in arms), dict[Figure, Floats]()
+        for figure in RACED:
+            values = np.full((len(arms), rounds), np.nan)
+            for row, arm in zip(values, arms, strict=True):
+                row[: len(arm.samples)] = [figure.of(sample) or np.nan for sample in arm.undisturbed().samples]
+            known = np.ma.log(np.ma.masked_invalid(values))
+            equal = ([arm.variant == name for arm in arms] for name in names)
+            logs[figure] = np.array([known[of].mean(axis=0).filled(np.nan) for of in equal])
+        return cls(names, logs, {figure: figure.margin_in(margins) for figure in RACED})
 
     def ratios(self, above: str, below: str) -> Ratios:
         """Return the ratios of two arms with intervals at ``verdicts.SURE``; without an interval if fewer than two
@@ -94,15 +98,6 @@ class Race:
     def _of(self) -> dict[Figure, tuple[Floats, Floats, Floats, float]]:
         """Figure -> what ``_paired`` returns."""
         return {figure: _paired(logs) for figure, logs in self.logs.items()}
-
-
-def _logs(equal: Sequence[Arm], figure: Figure, rounds: int) -> Floats:
-    """Return the logarithms of the geometric means of equal arms."""
-    values = np.full((len(equal), rounds), np.nan)
-    for row, arm in zip(values, equal, strict=True):
-        row[: len(arm.samples)] = [figure.of(sample) or np.nan for sample in arm.samples]
-    logs: Floats = np.ma.log(np.ma.masked_invalid(values)).mean(axis=0).filled(np.nan)
-    return logs
 
 
 def _paired(logs: Floats) -> tuple[Floats, Floats, Floats, float]:
