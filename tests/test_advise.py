@@ -168,7 +168,7 @@ def test_late_candidates_have_the_time_of_missing_finalists(advised: Callable[..
 
 
 def test_what_was_too_dear_has_the_time_that_is_left(advised: Callable[..., Advised]) -> None:
-    """What was left out races beside the combinations."""
+    """What was left out races after the combinations."""
     job = advised(channels_last=Known(step=0.03), compile=Known(opening=14.0), baseline=Known(opening=3.0))
     advice = job.run("speed", minutes=6)
     raced = [{arm.variant for arm in bench.arms} for bench in advice.benches]
@@ -181,10 +181,10 @@ def test_late_candidates_race_after_an_interrupt(advised: Callable[..., Advised]
 
     race = advise.Adviser._race
 
-    def raced(adviser: advise.Adviser, *of: Any) -> None:
+    def raced(adviser: advise.Adviser, until: float) -> bool:
         if adviser.advice.benches:
             raise KeyboardInterrupt
-        race(adviser, *of)
+        return race(adviser, until)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(advise.Adviser, "_race", raced)

@@ -130,8 +130,7 @@ class Adviser:
             if self.advice.unfinished():
                 self.rounds([], self.table.left(RACED_UNTIL), FEWEST_ROUNDS, self._beaten, turns=1)
             until = COMBINED_UNTIL if self.advice.benches else RACED_UNTIL
-            while self.table.left(until) > 0 and (names := self._next()):
-                self._race(names, until)
+            while self.table.left(until) > 0 and self._race(until):
                 finals = FINAL_ROUNDS * self._round_seconds([]) / self.table.seconds
                 until = COMBINED_UNTIL if self._front() else 1 - finals
             names = self._front()
@@ -143,27 +142,22 @@ class Adviser:
             self.rounds(best, seconds, FINAL_ROUNDS, self._settled)
         self.update(batches=self._batches(), finished=True)
 
-    def _next(self) -> list[str]:
-        """Return what has not raced yet, new combinations among it, beside the fastest and the leanest so far; nothing
-        if all has raced."""
+    def _race(self, until: float) -> bool:
+        """Race the next combinations or, if there are none, what has not raced yet, beside the fastest and the leanest
+        so far: take first samples, and measure rounds in which beaten candidates drop out. The dearest take no part, so
+        that ``RACE_ROUNDS`` fit. Return False if all has raced."""
         front, raced, first = self._front(), self.advice.standing(), self.advice.relieving()
         leaders = list(dict.fromkeys((*front[:1], *front[-1:])))
-        self.combine(leaders)
         unraced = [name for name in self.advice.candidates if name not in raced and name not in self.advice.out]
-        return unraced and [*leaders, *sorted(unraced, key=lambda name: name not in first)]
-
-    def _race(self, names: Sequence[str], until: float) -> None:
-        """Take first samples, and measure rounds in which beaten candidates drop out. Of those that have not raced
-        before, the dearest take no part, so that ``RACE_ROUNDS`` fit."""
+        names = self.combine(leaders) or sorted(unraced, key=lambda name: name not in first)
         self.sample(names, SAMPLING * self.table.left(until))
-        running, raced = self.running(names), self.advice.standing()
-        costs = {name: self._seconds(name) for name in running if name not in raced}
-        others = self._round_seconds([name for name in running if name in raced])
-        for name in dearest(costs, self.table.left(until) / RACE_ROUNDS - others, len(costs) - 1):
-            running.remove(name)
-            self.table.leave_out(name, f"with its {costs[name]:.1f} s a round, this race would have too few rounds")
+        costs = {name: self._seconds(name) for name in self.running(names)}
+        for name in dearest(costs, self.table.left(until) / RACE_ROUNDS - self._round_seconds(leaders), len(costs) - 1):
+            why = f"with its {costs.pop(name):.1f} s a round, this race would have too few rounds"
+            self.table.leave_out(name, why)
         if costs:
-            self.rounds(running, self.table.left(until), FEWEST_ROUNDS, self._beaten, turns=1)
+            self.rounds([*leaders, *costs], self.table.left(until), FEWEST_ROUNDS, self._beaten, turns=1)
+        return bool(names)
 
     def combine(self, leaders: Sequence[str], most: int = AT_ONCE) -> list[str]:
         """Add the next combinations of a leader with one more technique that gains something to the candidates, no more
@@ -262,8 +256,7 @@ class Adviser:
 
     def _beaten(self, rounds: Rounds) -> Collection[str]:
         race = self.advice.race(rounds.arms)
-        running = [name for name in race.names[1:] if name not in self.advice.out]
-        for name, rival in race.beaten(running, self.advice.tried(apart=True)).items():
+        for name, rival in race.beaten(self.running(race.names[1:]), self.advice.tried(apart=True)).items():
             how = "gains nothing over" if rival == self.advice.baseline else "beaten by"
             self._leave_out(name, f"{how} {rival}: {in_cells(race.ratios(name, rival))}", rival)
         return self.advice.out
