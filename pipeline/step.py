@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
+
+from pipeline.processes import replaced
 
 Inputs: TypeAlias = Any
 """A model's inputs: a tensor [b, ...], or a dict of tensors [b, ...], with which the model is called by name. Most code
@@ -92,11 +94,7 @@ class TrainingStep:
     @contextmanager
     def instrument(self, **around: Callable[[Any], Any]) -> Iterator[None]:
         """Replace parts while the block runs: ``instrument(update=timed)`` replaces ``update`` by ``timed(update)``."""
-        parts = {name: getattr(self, name) for name in around}
-        for name, part in parts.items():
-            setattr(self, name, around[name](part))
-        try:
+        with ExitStack() as parts:
+            for name, changed in around.items():
+                parts.enter_context(replaced(self, name, changed(getattr(self, name))))
             yield
-        finally:
-            for name, part in parts.items():
-                setattr(self, name, part)

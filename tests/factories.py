@@ -27,8 +27,8 @@ from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import Difference
 from pipeline.data.prepared import Description, Statistics
 from pipeline.environment import hash_of
+from pipeline.params import CATALOGUE, Compare, Config, Entry, Machine, Train, Variant, parse, techniques
 from pipeline.params import Bench as BenchSettings
-from pipeline.params import Compare, Config, Entry, Machine, Train, Variant, parse, techniques
 from pipeline.plans import Plan, plan
 from pipeline.results import (
     Arm,
@@ -98,8 +98,9 @@ def known(value: Known | None) -> Known:
 
 
 def setting_of(technique: Entry) -> dict[str, Any]:
-    """Return the keys of a variant that ask for the technique."""
-    return {technique.key: technique.value if technique.example is None else technique.example}
+    """Return the keys of a variant that ask for the technique, and for the one whose detail it is."""
+    wholes = (entry for entry in CATALOGUE if technique.key in entry.details)
+    return {entry.key: entry.value if entry.example is None else entry.example for entry in (*wholes, technique)}
 
 
 def alone(technique: Entry) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
 from tests.nets import batches_of, stopped, task_of, training_of
 
-CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True, installed=frozenset({"bitsandbytes"}))
 TRAIN = Train(epochs=1, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=4)
 STEPS = 12
 """Steps of a run, which is one epoch. A second run stops in the middle, and a new training resumes from its state."""

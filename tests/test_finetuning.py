@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,7 +24,9 @@ from pipeline.plans import plan as plan_of
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of
+from tests.commands import printed
 from tests.nets import ALONE
+from tests.pages import ROOT
 from tests.parallel import CPU
 from tests.trainings import (
     DATA,
@@ -33,6 +36,7 @@ from tests.trainings import (
     learned,
     ledgers,
     make_training,
+    needs_library,
     resumes_exactly,
     settings_of,
 )
@@ -199,11 +203,121 @@ def test_low_rank_tuning_is_that_of_peft() -> None:
     assert state_sha256(ours.weights()) == state_sha256(theirs.merge_and_unload().state_dict())
 
 
+IN_BITS: dict[str, Any] = {"lora": {"targets": ["*"], "rank": 4}, "base_weights": "nf4"}
+NF4 = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
+"""The levels, as appendix E of the paper has them."""
+
+
+def rounded(weights: torch.Tensor) -> torch.Tensor:
+    """Return the nearest of 16 levels, times the largest of 64 weights that follow each other."""
+    blocks = weights.view(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    return (NF4[((blocks / largest).unsqueeze(-1) - NF4).abs().argmin(-1)] * largest).view_as(weights)
+
+
+@needs_library
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_in_4_bits_are_the_numbers_that_they_stand_for(
+    precision: str, pretrained: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    torch.save(pretrained, tmp_path / "state.pt")
+    train = CAUSAL.model_copy(update={"weights": str(tmp_path / "state.pt"), "history_every_steps": 1})
+    how: dict[str, Any] = {"train": train, "precision": precision}
+    ours = make_training(DATA["language_model"], **how, **IN_BITS)
+    plain = make_training(DATA["language_model"], **how, lora=IN_BITS["lora"])
+    state = ours.model.state_dict()
+    adapted, in_bits = (
+        [name.removesuffix(ending) for name in state if name.endswith(ending)] for ending in ("lora_a", "lora_scales")
+    )
+    assert (len(adapted), in_bits) == (8, ["1.mlp.2.", "2.mlp.2."]), "the others have 16 inputs"
+    begun = {name: values.clone() for name, values in pretrained.items()}
+    for layer in in_bits:
+        weight = plain.model.get_parameter(f"{layer}weight").data
+        begun[f"{layer}weight"] = weight.copy_(rounded(weight)).clone()
+        held_bytes = state[f"{layer}weight"].nbytes + state[f"{layer}lora_scales"].nbytes
+        assert held_bytes == weight.numel() // 2 + 4 * weight.numel() // 64
+    torch.testing.assert_close(ours.weights(), begun, rtol=1e-6, atol=1e-7)
+    assert list(ours.weights()) == list(pretrained)
+
+    for training in (ours, plain):
+        generator = torch.Generator().manual_seed(1)
+        for layer in adapted:
+            factor = training.model.get_parameter(f"{layer}lora_b").data
+            factor.copy_(0.1 * torch.randn(factor.shape, generator=generator))
+        training.step.forward(*next(training.batches.epoch(0))).backward()
+    gradients = [
+        {name: weight.grad for name, weight in training.model.named_parameters() if weight.grad is not None}
+        for training in (ours, plain)
+    ]
+    assert gradients[0].keys() == {f"{layer}{factor}" for layer in adapted for factor in ("lora_a", "lora_b")}
+    close = (1e-4, 1e-6) if precision == "fp32" else (0.05, 1e-3)
+    torch.testing.assert_close(*gradients, rtol=close[0], atol=close[1])
+
+    losses = [learned(training) for training in (ours, plain)]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-4 if precision == "fp32" else 0.02)
+    for layer in adapted:
+        first, second = (ours.model.get_parameter(f"{layer}{factor}").detach() for factor in ("lora_a", "lora_b"))
+        begun[f"{layer}weight"] += 16 / 4 * second @ first
+    torch.testing.assert_close(ours.weights(), begun, rtol=1e-6, atol=1e-6)
+    deployed = make_training(DATA["language_model"], **how)
+    deployed.model.load_state_dict(ours.weights())
+    assert deployed.evaluate() == ours.score
+
+
+@needs_library
+@pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.8}])
+def test_a_training_in_4_bits_resumes_exactly(changes: dict[str, Any]) -> None:
+    train = CAUSAL.model_copy(update={"epochs": 10} | changes)
+    assert resumes_exactly(*(make_training(DATA["language_model"], train=train, **IN_BITS) for _ in range(3)))
+
+
+@needs_library
+def test_other_numbers_of_inputs_and_trained_layers_stay_as_they_are(digits: Dataset) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 10))
+    settings = IN_BITS | {"lora": IN_BITS["lora"] | {"train": ["3.*"]}}
+    training = make_training(digits, model=net, **settings)
+    state = training.model.state_dict()
+    assert state["1.weight"].dtype == torch.uint8
+    assert {name for name in state if "lora" in name} == {
+        *(f"1.lora_{part}" for part in ("a", "b", "scales")),
+        *("2.lora_a", "2.lora_b"),
+    }
+    training.advance(2)
+    assert training.weights().keys() == {f"{n}.{part}" for n in (1, 2, 3) for part in ("weight", "bias")}
+    with pytest.raises(
+        ConfigError, match=r"base_weights: found 'nf4', but lora adapts no layer whose number of inputs"
+    ):
+        make_training(
+            digits,
+            model=nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Linear(10, 10)),
+            **settings | {"lora": {"targets": ["2"]}},
+        )
+
+
+@needs_library
+@pytest.mark.parametrize("before", ["", "import kernels; "])
+def test_bitsandbytes_fetches_no_kernel_and_says_nothing(before: str, tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text("def get_kernel(*_, **__): print('fetched')")
+    load = "from pipeline.processes import load_bitsandbytes; load_bitsandbytes()"
+    program = f"import sys; sys.stderr = sys.stdout; {before}{load}"
+    assert printed(program, PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT)))) == ""
+
+
 def test_patterns_of_adapters_must_match(digits: Dataset) -> None:
     for settings, problem in (
         (
             {"targets": ["*.attention"]},
             r"variants.\w+.lora.targets: '\*.attention' matches no linear .* in Sequential, which has 2.1, in its",
+        ),
+        (
+            {"targets": ["2.1"], "train": ["2.*"]},
+            r"lora.targets: '2.1' matches no linear .* in Sequential, which has none",
         ),
         ({"targets": ["*"], "train": ["head.*"]}, "lora.train: 'head.*' matches no parameter of Seq.*2.1.bias, in"),
     ):

@@ -25,10 +25,11 @@ from pipeline.tools import beforehand
 from pipeline.training.loop import Training
 from tests.nets import ALONE, GPU, LooksAtValues, batches_of, labelled, task_of, training_of
 from tests.ranks import run_ranks
+from tests.trainings import needs_library
 
 PEAK = 10**9
-LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
-SERVER = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True)
+LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True, installed=frozenset({"bitsandbytes"}))
+SERVER = LAPTOP.model_copy(update={"gpus": 1, "gpu_native_bf16": True})
 PARTS = (
     *("parameters_bytes", "gradients_bytes", "optimizer_state_bytes", "activations_bytes"),
     *("communication_bytes", "data_bytes", "rest_bytes"),
@@ -191,6 +192,24 @@ def test_the_prediction_is_what_is_measured(config: Config, digits: Dataset) -> 
     assert foreseen.parameters_bytes == measured.parameters_bytes
     assert foreseen.optimizer_state_bytes == measured.optimizer_state_bytes
     assert foreseen.data_bytes == measured.data_bytes
+
+
+@needs_library
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_in_4_bits_take_half_a_byte_each_and_leave_no_copy(precision: str, digits: Dataset) -> None:
+    applied = {"lora": {"targets": ["*"], "rank": 2}, "precision": precision}
+    settings = [
+        asked("tests.test_ledger:stack", 8, variant, optimizer="adamw")
+        for variant in (applied, applied | {"base_weights": "nf4"})
+    ]
+    (plain, in_bits), (_, foreseen) = ([look(each, digits) for each in settings] for look in (watched, rehearsed))
+    count = 64 * WIDTH + 8 * WIDTH * WIDTH + WIDTH * 10
+    assert plain.parameters_bytes - in_bits.parameters_bytes == 4 * count - count // 2 - 4 * count // 64
+    largest = WIDTH * WIDTH * (4 if precision == "fp32" else 2)
+    assert in_bits.activations_bytes < 2 * largest < 8 * largest, "the weights of one layer at a time"
+    assert foreseen.parameters_bytes == in_bits.parameters_bytes
+    assert foreseen.peak_bytes == pytest.approx(in_bits.tensors_bytes, rel=0.05)
+    assert rehearsed(settings[1], digits, SERVER).parameters_bytes == in_bits.parameters_bytes
 
 
 def test_a_prediction_leaves_the_random_state_alone(digits: Dataset) -> None:

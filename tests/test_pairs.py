@@ -51,7 +51,7 @@ def after(technique: Entry) -> tuple[Entry, ...]:
 def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str = "auto") -> Config:
     adamw = asked.keys() & {"optimizer", "optimizer_state"}  # the technique replaces AdamW
     job = JOB | {"optimizer": "adamw" if adamw else "sgd", "device": device}
-    if "sync_batchnorm" in asked:
+    if asked.keys() & {"sync_batchnorm", "base_weights"}:
         job |= {"model": "tests.nets:normed_net"}
     if asked.keys() & {"attention", "loss_chunks"} or asked.get("precision") == "float8":
         job |= {"model": "tests.nets:attending_net"}

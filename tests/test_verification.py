@@ -30,6 +30,7 @@ from pipeline.tools.verification.claims import (
     UNPROMISED,
     UNTRIED,
     Claim,
+    beside_nf4,
     differing_values,
     evaluated,
     loss_difference,
@@ -52,9 +53,9 @@ from pipeline.training import outcomes
 from tests.nets import assembly_of, batch, conv_net, task_of
 from tests.outside import on_path, write_techniques
 from tests.ranks import run_ranks
-from tests.trainings import make_training
+from tests.trainings import make_training, needs_library
 
-MACHINE = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
+MACHINE = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True, installed=frozenset({"bitsandbytes"}))
 
 OWN_NETS = """
 import torch
@@ -141,6 +142,7 @@ NAMES = {
     "clips_alone": "rounding",
     "thaws": "rounding",
     "loses_muon": "rounding",
+    "mixes_scales": "rounding",
 }
 """Faulty technique -> what it promises to change."""
 
@@ -211,6 +213,14 @@ class LosesMuon(Technique):
 
     def change_optimizer(self, setup):
         setup.optimizer_choice = optimizers.of_job(self.plan.train)
+
+class MixesScales(Technique):
+    name = "mixes_scales"
+
+    def change_model(self, setup):
+        for name, values in setup.model.named_buffers():
+            if name.endswith("lora_scales"):
+                values.copy_(values.roll(1))
 
 class ClipsAlone(Technique):
     name = "clips_alone"
@@ -368,7 +378,7 @@ def test_a_quick_check_compiles_nothing(claimed: Claimed) -> None:
 
 def test_planted_faults_are_found(claimed: Claimed) -> None:
     variants: dict[str, Any] = {name.replace("_", "-"): {"extra": {name: {}}} for name in NAMES}
-    del variants["clips-alone"], variants["thaws"], variants["loses-muon"]
+    del variants["clips-alone"], variants["thaws"], variants["loses-muon"], variants["mixes-scales"]
     variants["loses-a-rank"]["parallelism"] = "ddp"
     variants["skips-a-micro-batch"]["gradient_accumulation"] = 2
     claims = claimed(variants, model="own_nets:noisy")
@@ -410,6 +420,22 @@ def test_what_is_frozen_stays_or_is_found(claimed: Claimed) -> None:
     claims = claimed({"sound": adapted, "thawed": thaws | adapted}, model="own_nets:noisy")
     for claim in ("8 frozen tensors", "the changes of 1 layer have rank 2"):
         assert [of(claims, name, claim).holds for name in ("sound", "thawed")] == [True, False]
+
+
+@needs_library
+def test_weights_begin_at_the_nearest_of_16_levels_or_it_is_found(claimed: Claimed) -> None:
+    applied = {"lora": {"targets": ["2.*"], "rank": 2}, "base_weights": "nf4"}
+    claims = claimed({"sound": applied, "mixed": applied | {"extra": {"mixes_scales": {}}}}, model="own_nets:noisy")
+    assert [of(claims, name, "weights in 4 bits").holds for name in ("sound", "mixed")] == [True, False]
+    assert all(claim.holds for claim in claims if claim.variant == "sound"), claims
+    weights = torch.linspace(-3, 4, 100)
+    assert beside_nf4(weights, weights) > 0.1, "weights that are not rounded are no levels"
+
+
+def test_a_layer_that_is_trained_itself_gets_no_factors(claimed: Claimed) -> None:
+    applied = {"lora": {"targets": ["*"], "rank": 2, "train": ["3.*"]}}
+    claims = claimed({"lora": applied}, model="own_nets:mixing")
+    assert of(claims, "lora", "the changes of 1 layer").holds
 
 
 def test_muon_s_updates_are_orthogonal_or_it_is_found(claimed: Claimed) -> None:

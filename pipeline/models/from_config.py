@@ -6,8 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from pipeline import environment, factories
 from pipeline.errors import PipelineError, count, first_line
 from pipeline.files import read_bytes
-from pipeline.processes import hush_torchao
+from pipeline.processes import hush_torchao, replaced
 
 LIMIT_BYTES = 1 << 20
 """Largest allowed size of a configuration's file."""
@@ -68,7 +66,8 @@ class FromConfig(nn.Module):
             else:
                 changes |= {"vocab_size": max(vocabulary, values.get("vocab_size", 0)), "num_labels": classes}
                 values = {key: value for key, value in values.items() if key not in LABELS}
-            with _offline():
+            hub = factories.library("huggingface_hub.constants", "train.model: found 'transformers'", PipelineError)
+            with replaced(hub, "HF_HUB_OFFLINE", True):
                 configuration = configurations.for_model(**values | changes)
                 _check_size(models, configuration)
                 self.net = models.from_config(configuration, dtype=torch.float32).train()
@@ -101,17 +100,6 @@ def _checked(values: Any, key: str = "") -> Any:
     if isinstance(values, int) and re.search(r"layers?$", key) and values > LIMIT_LAYERS:
         raise ValueError(f"{key}: found {values}; allowed: at most {LIMIT_LAYERS:,}.")
     return values
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Refuse all access to the hub while the block runs."""
-    constants = factories.library("huggingface_hub.constants", "train.model: found 'transformers'", PipelineError)
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def _check_size(models: Any, configuration: Any) -> None:

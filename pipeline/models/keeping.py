@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pipeline.processes import randomness
+from pipeline.processes import randomness, replaced
 
 TORCHS_OWN = vars(nn.Module()).keys() - {"training"}
 """Attributes of every module that hold its parameters, buffers, parts and hooks."""
@@ -59,13 +59,11 @@ def is_plain(value: Any) -> bool:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the whole model into evaluation mode for the block; afterwards each part has its own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with ExitStack() as modes:
+        for module in model.modules():
+            modes.enter_context(replaced(module, "training", module.training))
+        model.eval()
         yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def kept_values(model: nn.Module, leave_out: Container[int] = ()) -> dict[str, dict[str, Any]]:

@@ -58,7 +58,7 @@ class Lora(Section):
     alpha: PositiveFloat = 16.0
     """The change is multiplied by alpha / rank."""
     targets: Annotated[list[Pattern], Field(min_length=1)]
-    """Patterns of the names of linear layers, such as "*.attention.*"."""
+    """Patterns of the names of linear layers, such as "*.attention.*". What train matches is left out."""
     train: list[Pattern] = Field(default_factory=list)
     """Patterns of the names of parameters that are trained as without lora, such as a new head: "head.*"."""
 
@@ -81,6 +81,7 @@ class Variant(Section):
     distillation: Distillation | None = None
     """A variant whose teacher is a variant belongs under students."""
     lora: Lora | None = Field(None, exclude_if=operator.not_)
+    base_weights: Literal["nf4"] | None = Field(None, exclude_if=operator.not_)
 
     # parallelism
     parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = "none"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
@@ -120,6 +121,17 @@ def hush_torchao() -> None:
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
+def load_bitsandbytes() -> None:
+    """Import bitsandbytes without the package ``kernels``, by which it would fetch a kernel for inference from a hub on
+    CPUs with bf16, and without its word that it could not. Afterwards, ``kernels`` cannot be imported, unless it
+    already was."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").disabled = True
+    kernels, sys.modules["kernels"] = sys.modules.get("kernels"), None  # type: ignore[assignment]
+    import bitsandbytes  # noqa: F401
+
+    sys.modules["kernels"] = kernels  # type: ignore[assignment]
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """Disable garbage collection during a block of imports, and freeze all objects that exist at its end.
@@ -143,6 +155,17 @@ def importing() -> Iterator[None]:
 def _unfreeze() -> None:
     if "triton" in sys.modules:  # it prints what Python's end has not collected
         gc.unfreeze()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Give the attribute ``name`` of ``owner`` another value while the block runs."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextmanager

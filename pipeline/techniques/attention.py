@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.errors import ConfigError
-from pipeline.techniques.base import Setup, Technique, explained, replaced
+from pipeline.processes import replaced
+from pipeline.techniques.base import Setup, Technique, explained
 
 
 class Attention(Technique):

@@ -123,17 +123,6 @@ def explained(sign: str, explanation: str) -> Iterator[None]:
         raise ConfigError(explanation) from error
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Give the attribute ``name`` of ``owner`` another value while the block runs."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 class FirstPass(TorchDispatchMode):
     """The operations of a step's first forward pass, and the number formats of the tensors that they returned. Nothing
     is noted of a compiled step, nor of a step on several GPUs, whose threads do not inherit this mode."""

@@ -159,8 +159,9 @@ class PostLocalSGD(_Hook):
     def change_model(self, setup: Setup) -> None:
         super().change_model(setup)
         model, self.torch_state.start_localSGD_iter = setup.model, setup.delay_steps
-        self._parameters = list(model.parameters())
-        self._names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]  # type: ignore[union-attr]
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        named = model.module.named_parameters(remove_duplicate=False)  # type: ignore[union-attr]
+        self._names = [name for name, parameter in named if parameter.requires_grad]
 
     def change_step(self, setup: Setup) -> None:
         take = setup.step.whole

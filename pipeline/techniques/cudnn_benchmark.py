@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.techniques.base import FirstPass, Setup, Technique, replaced
+from pipeline.processes import replaced
+from pipeline.techniques.base import FirstPass, Setup, Technique
 
 
 class CudnnBenchmark(Technique):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.errors import ConfigError
 from pipeline.models.optimizers import OptimizerChoice
+from pipeline.processes import load_bitsandbytes
 from pipeline.techniques.base import Setup, Technique
 
 LEAST_VALUES = 4096
@@ -18,10 +19,7 @@ class LowBitOptimizer(Technique):
     """
 
     name = "low_bit_optimizer"
-
-    @classmethod
-    def prepare_process(cls) -> None:
-        import bitsandbytes.optim  # noqa: F401
+    prepare_process = staticmethod(load_bitsandbytes)
 
     def change_model(self, setup: Setup) -> None:
         if all(parameter.numel() < LEAST_VALUES for parameter in setup.model.parameters()):

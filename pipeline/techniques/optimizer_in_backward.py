@@ -7,7 +7,8 @@ from weakref import proxy
 
 import torch
 
-from pipeline.techniques.base import Setup, Technique, replaced
+from pipeline.processes import replaced
+from pipeline.techniques.base import Setup, Technique
 
 
 class OptimizerInBackward(Technique):

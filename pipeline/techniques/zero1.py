@@ -26,7 +26,7 @@ class Zero1(DDP):
 
     def change_model(self, setup: Setup) -> None:
         model = setup.model
-        types = {parameter.dtype for parameter in model.parameters()}
+        types = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
         if len(types) > 1:
             raise ConfigError(
                 f"{self.where('parallelism')}, but {type(model).__name__} has parameters of "

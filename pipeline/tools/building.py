@@ -23,7 +23,7 @@ from pipeline.plans import Plan
 from pipeline.tasks.base import PROBES
 from pipeline.techniques import Setup, of_plan
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing, blocks
-from pipeline.techniques.lora import Lora
+from pipeline.techniques.lora import Lora, LowBitBase
 
 TRIED = 4, 32
 """Samples of the steps whose times are taken. A step of the larger number is left out if it would take long."""
@@ -111,7 +111,7 @@ def check_variant(plan: Plan, dataset: Dataset) -> None:
     """Let the variant's LoRA and checkpointing change the job's model, and take a step of a few samples without an
     update. Raises PipelineError where the training would: for a pattern that matches nothing, and for checkpointing
     that saves nothing, such as that of blocks that are frozen."""
-    kinds = [kind for kind in of_plan(plan) if issubclass(kind, (ActivationCheckpointing, Lora))]
+    kinds = [kind for kind in of_plan(plan) if issubclass(kind, (ActivationCheckpointing, Lora, LowBitBase))]
     if kinds:
         task = tasks.of_job(plan.train, dataset)
         setup, made = Setup(task.model(), task), [kind(plan, ALONE) for kind in kinds]

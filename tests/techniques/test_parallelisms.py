@@ -22,6 +22,7 @@ DDP, ZERO1, FSDP, TENSOR, PIPELINE = ({"parallelism": name} for name in ("ddp", 
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.005})
 MUON = {"optimizer": "muon"}
 LORA = {"lora": {"targets": ["*"], "rank": 2, "train": ["1.*"]}}
+IN_BITS = {"lora": {"targets": ["*"], "rank": 2, "train": ["0.*"]}, "base_weights": "nf4"}
 RECIPE: dict[str, Any] = {"clip_norm": 0.5, "ema_decay": 0.7, "no_decay": ["vectors"], "lr_factors": {"2.*": 2.0}}
 CLIPPED, CLIPPED_ADAMW = TRAIN.model_copy(update=RECIPE), ADAMW.model_copy(update=RECIPE | {"beta2": 0.95})
 normed_net = partial(conv_net, norm=True)
@@ -73,10 +74,12 @@ def staged(
 TWICE = {"gradient_accumulation": 2}
 CASES = {
     "ddp": Case(DDP | {"gradient_accumulation": 4}, 2, train=CLIPPED),
+    "ddp, nf4": Case(DDP | IN_BITS | {"gradient_accumulation": 2}, 2, alone=IN_BITS, train=CLIPPED),
     "zero1": Case(ZERO1, 2),
     "zero1, adamw": Case(ZERO1 | TWICE, 2, train=CLIPPED_ADAMW),
     "ddp, muon": Case(DDP | MUON | TWICE, 2, plain_headed_net, alone=MUON, train=CLIPPED_ADAMW),
     "zero1, muon": Case(ZERO1 | MUON, 2, plain_headed_net, alone=MUON, train=CLIPPED_ADAMW),
+    "zero1, nf4": Case(ZERO1 | IN_BITS, 2, alone=IN_BITS),
     "fsdp": Case(FSDP, 1),
     "fsdp, kept": Case(FSDP | {"reshard_after_forward": False}, 1),
     "fsdp, accumulated": Case(FSDP | TWICE, 1, train=CLIPPED),

@@ -39,6 +39,7 @@ from pipeline.tools.verification.claims import (
     Claim,
     Distance,
     Untried,
+    beside_nf4,
     differing_values,
     evaluated,
     failed,
@@ -117,7 +118,8 @@ class Verifier:
         changes = {entry.changes for entry in entries if not self.quick or entry.layer != "compiler"}
         idle = sum(entry.without_effect is not None for entry in entries)
         of_frozen = bool(self._kept(plan))
-        always = len(plan.skipped) + of_frozen + bool(plan.applied.lora) + bool(plan.applied.optimizer) + 2
+        own = (plan.applied.lora, plan.applied.base_weights, plan.applied.optimizer)  # each has a claim of its own
+        always = len(plan.skipped) + of_frozen + sum(map(bool, own)) + 2
         if self.quick:
             return always + ("rounding" in changes)
         return always + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + 1
@@ -303,7 +305,8 @@ class Verifier:
             yield Claim(plan.name, claim, changed, 0, not changed, "values")
 
     def _low_rank(self, plan: Plan, first: Observed, moved: Mapping[str, torch.Tensor]) -> Iterator[Claim]:
-        """Yield the claim that the weights of adapted layers have changed by matrices of the rank of lora.
+        """Yield the claim that the weights of adapted layers have changed by matrices of the rank of lora, and, with
+        base_weights, that they began at the levels of 4 bits that are nearest to the job's weights.
 
         The bound is for the singular value after the last that may differ from zero, relative to the first. It is the
         size of the rounding of the changed weights to float32, as a random matrix has it.
@@ -320,6 +323,12 @@ class Verifier:
                 worst, bound = max((worst, bound), (excess, allowed), key=lambda pair: pair[0] - pair[1])
         claim = f"the changes of {count(len(self._adapted(plan)), 'layer')} have rank {settings.rank}"
         yield Claim(plan.name, claim, worst, bound, worst <= bound, "relative")
+        if plan.applied.base_weights:
+            began = self._plain(plan).state_dict()
+            in_bits = (name for name in self._adapted(plan) if began[name].shape[1] % 64 == 0)
+            apart = max((beside_nf4(after[name] - moved[name], began[name]) for name in in_bits), default=0.0)
+            claim, bound = "weights in 4 bits begin at the nearest levels", KERNEL_ROUNDOFFS * FLOAT32
+            yield Claim(plan.name, claim, apart, bound, apart <= bound, "relative")
 
     def _orthogonal(self, plan: Plan) -> Iterator[Claim]:
         """Yield the claim that the first update of each hidden matrix is nearly orthogonal: the largest singular
@@ -351,11 +360,14 @@ class Verifier:
     def _adapted(self, plan: Plan) -> list[str]:
         """Return the names of the weights that the variant changes by adapters."""
         settings = plan.applied.lora
-        return [f"{name}.weight" for name in targets(self._plain(plan), settings.targets)] if settings else []
+        model = self._plain(plan)
+        return [f"{name}.weight" for name in targets(model, settings.targets, settings.train)] if settings else []
 
     def _plain(self, plan: Plan) -> nn.Module:
+        """Return the model as a training begins with it, before any technique."""
         with randomness.kept():
-            return replace(self._small, train=plan.train).model()
+            randomness.seed(plan.train.seeds[0])
+            return replace(self._small, train=plan.train).begun()
 
     def _kept(self, plan: Plan) -> set[str]:
         """Return the names of the parameters that the variant does not train, and of the statistics in parts that are
