@@ -428,7 +428,7 @@ def test_weights_begin_at_the_nearest_of_16_levels_or_it_is_found(claimed: Claim
     claims = claimed({"sound": applied, "mixed": applied | {"extra": {"mixes_scales": {}}}}, model="own_nets:noisy")
     assert [of(claims, name, "weights in 4 bits").holds for name in ("sound", "mixed")] == [True, False]
     assert all(claim.holds for claim in claims if claim.variant == "sound"), claims
-    weights = torch.linspace(-3, 4, 100)
+    weights = torch.linspace(-3, 4, 128)
     assert beside_nf4(weights, weights) > 0.1, "weights that are not rounded are no levels"
 
 
