@@ -195,9 +195,11 @@ def test_the_prediction_is_what_is_measured(config: Config, digits: Dataset) -> 
 
 
 @needs_library
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_in_4_bits_take_half_a_byte_each_and_leave_no_copy(precision: str, digits: Dataset) -> None:
-    applied = {"lora": {"targets": ["*"], "rank": 2}, "precision": precision}
+@pytest.mark.parametrize(
+    "how", [{}, {"precision": "bf16"}, pytest.param({"compile": "default"}, marks=pytest.mark.slow)]
+)
+def test_weights_in_4_bits_take_half_a_byte_each_and_leave_no_copy(how: dict[str, Any], digits: Dataset) -> None:
+    applied = {"lora": {"targets": ["*"], "rank": 2}} | how
     settings = [
         asked("tests.test_ledger:stack", 8, variant, optimizer="adamw")
         for variant in (applied, applied | {"base_weights": "nf4"})
@@ -205,7 +207,7 @@ def test_weights_in_4_bits_take_half_a_byte_each_and_leave_no_copy(precision: st
     (plain, in_bits), (_, foreseen) = ([look(each, digits) for each in settings] for look in (watched, rehearsed))
     count = 64 * WIDTH + 8 * WIDTH * WIDTH + WIDTH * 10
     assert plain.parameters_bytes - in_bits.parameters_bytes == 4 * count - count // 2 - 4 * count // 64
-    largest = WIDTH * WIDTH * (4 if precision == "fp32" else 2)
+    largest = WIDTH * WIDTH * (2 if "precision" in how else 4)
     assert in_bits.activations_bytes < 2 * largest < 8 * largest, "the weights of one layer at a time"
     assert foreseen.parameters_bytes == in_bits.parameters_bytes
     assert foreseen.peak_bytes == pytest.approx(in_bits.tensors_bytes, rel=0.05)

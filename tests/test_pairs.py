@@ -58,7 +58,9 @@ def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str 
     if (
         "lora" in asked
     ):  # with the first block, since a frozen block keeps no activations, which checkpointing would save
-        asked = asked | {"lora": asked["lora"] | {"train": ["0.*"]}}
+        asked = asked | {
+            "lora": asked["lora"] | {"train": ["0.*"], "rank": 64}
+        }  # optimizer_state 8bit needs large factors
     if asked.get("attention") == "flex":
         asked = {"compile": "blocks"} | asked
     if "model" in asked:

@@ -22,10 +22,10 @@ class LowBitOptimizer(Technique):
     prepare_process = staticmethod(load_bitsandbytes)
 
     def change_model(self, setup: Setup) -> None:
-        if all(parameter.numel() < LEAST_VALUES for parameter in setup.model.parameters()):
+        if not any(weight.requires_grad and weight.numel() >= LEAST_VALUES for weight in setup.model.parameters()):
             raise ConfigError(
-                f"{self.where('optimizer_state')}, but {type(setup.model).__name__} has no parameter of {LEAST_VALUES} "
-                "values or more; the state of smaller parameters stays in float32; allowed: 'fp32'."
+                f"{self.where('optimizer_state')}, but of {type(setup.model).__name__} no parameter of {LEAST_VALUES} "
+                "values or more is trained; the state of smaller ones stays in float32; allowed: 'fp32'."
             )
 
     def change_optimizer(self, setup: Setup) -> None:
