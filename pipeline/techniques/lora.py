@@ -128,7 +128,7 @@ class _InBits(nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         held = functional.QuantState(self.lora_scales, shape, None, *NF4, dtype)
         product: Tensor = matmul_4bit(input.to(dtype), self.weight, held)
-        # Its own bias gets a wrong gradient if the input has more than two dimensions.
+        # matmul_4bit's own bias gets a wrong gradient if the input has more than two dimensions.
         return product if self.bias is None else product + self.bias.to(dtype)
 
 
