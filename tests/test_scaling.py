@@ -269,6 +269,20 @@ def test_money_counts_devices() -> None:
     assert curve.ranked["fastest"] == two
 
 
+def test_with_weak_scaling_the_fastest_has_the_shortest_epoch() -> None:
+    measured = make_measured()
+    places = [place.model_copy(update={"batch_size": BATCH * place.processes}) for place in measured.places]
+    curve = curve_of(measured.model_copy(update={"places": tuple(places)}))
+    assert curve.ranked["fastest"].place.processes == 2  # although its step, of twice the samples, takes longer
+
+
+def test_a_curve_of_one_device_has_no_picture(tmp_path: Path) -> None:
+    measured = make_measured()
+    single = measured.model_copy(update={"places": measured.places[:1]})  # such as that of two replicas on two devices
+    command.write(command.reported(parse({"variants": VARIANTS}), single, [], Options()), tmp_path)
+    assert "<polyline" not in (tmp_path / "scaling.html").read_text()
+
+
 @pytest.mark.parametrize("price", [3.6, {"no such device": 1.0, "": 3.6}], ids=["a price", "a price for each kind"])
 def test_the_comparison_has_the_price_of_an_epoch(price: Any) -> None:
     base = make_comparison(price_per_device_hour=price).variants[0]
