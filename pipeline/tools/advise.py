@@ -265,16 +265,16 @@ class Adviser:
         return looks.settled(rounds.arms, self.config.compare) | self.advice.out.keys()
 
     def rounds(self, names: Sequence[str], seconds: float, fewest: int, settled: Settled, **settings: Any) -> None:
-        """Measure rounds of the baseline, its control and these candidates, or go on with unfinished rounds: at least
-        ``fewest``, until all are ``settled``. Raises KeyboardInterrupt if they are interrupted."""
+        """Measure rounds of the baseline, its control and these candidates, or go on with unfinished rounds, whose time
+        counts: at least ``fewest``, until all are ``settled``. Raises KeyboardInterrupt if they are interrupted."""
         (baseline, control), earlier = self.job.arms, self.advice.unfinished()
         if earlier:
             names = [arm.variant for arm in earlier.arms if arm.variant != self.advice.baseline]
-        minutes = (max(seconds, 1.0) + (earlier.seconds if earlier else 0.0)) / 60
+        limits = {"max_minutes": max(seconds, 1.0) / 60, "max_rounds": None}
         bench = side_by_side(
             "advise",
             [baseline, *map(self._spec, names), control],
-            self.config.bench.model_copy(update={"max_minutes": minutes, "max_rounds": None, **settings}),
+            self.config.bench.model_copy(update=limits | settings),
             self.job.device,
             steps=self.advice.steps,
             round_seconds=self._round_seconds(names),

@@ -107,8 +107,7 @@ def combined(first: Candidate, second: Candidate) -> Candidate | None:
 
 def settings_of(config: Config, candidate: Candidate) -> dict[str, Any]:
     """Return what a variant of params.yaml would say: the baseline's settings and the added ones."""
-    base = config.variants[config.compare.baseline]
-    return base.model_dump(mode="json", exclude_defaults=True) | candidate.added
+    return config.variants[config.compare.baseline].model_dump(mode="json", exclude_defaults=True) | candidate.added
 
 
 def planned(config: Config, machine: Machine, candidate: Candidate, memory_bytes: int = 0) -> Plan:
