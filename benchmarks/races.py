@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks import machines
 from pipeline import environment, files, params
-from pipeline.comparison.racing import FEWEST_ROUNDS, Race, finalists, gaining
+from pipeline.comparison.racing import FEWEST_ROUNDS, Race, finalists, gaining, paired
 from pipeline.comparison.stats import paired_ratio
 from pipeline.errors import say
 from pipeline.params import Margins
@@ -63,7 +63,7 @@ def raced(draw: Callable[[], Logs], seconds: Logs, budget: float) -> tuple[list[
             rounds[-1][:, running] = draw()[:, running]
         budget -= cost
         logs = np.stack(rounds, axis=-1)
-        race = Race(race.names, {THROUGHPUT: logs[0], MEMORY: logs[1]}, race.margins)
+        race = Race(race.names, {THROUGHPUT: paired(logs[0]), MEMORY: paired(logs[1])}, race.margins)
         beaten = race.beaten([str(arm) for arm in running[1:]])
         running = [arm for arm in running if str(arm) not in beaten]
     return running, race, len(rounds)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -39,8 +38,8 @@ class Race:
 
     names: Sequence[str]
     """The baseline, and the other variants."""
-    logs: Mapping[Figure, Floats]
-    """The logarithms of the figures, [arms, rounds], in the order of the names; NaN for an unknown one."""
+    pairs: Mapping[Figure, tuple[Floats, Floats, Floats, float]]
+    """What ``paired`` returns for the arms in the order of the names."""
     margins: Mapping[Figure, float]
 
     @classmethod
@@ -49,21 +48,21 @@ class Race:
         side by side. The baseline's figures are the geometric means of its own and its control's. A speed that was
         rejected because the machine was disturbed counts: the disturbance is a part of the scatter."""
         names = list(dict.fromkeys((baseline, *(arm.variant for arm in arms))))
-        rounds, logs = max(len(arm.samples) for arm in arms), dict[Figure, Floats]()
+        rounds, pairs = max(len(arm.samples) for arm in arms), {}
         for figure in RACED:
             values = np.full((len(arms), rounds), np.nan)
             for row, arm in zip(values, arms, strict=True):
                 row[: len(arm.samples)] = [figure.of(sample) or np.nan for sample in arm.undisturbed().samples]
             known = np.ma.log(np.ma.masked_invalid(values))
             equal = ([arm.variant == name for arm in arms] for name in names)
-            logs[figure] = np.array([known[of].mean(axis=0).filled(np.nan) for of in equal])
-        return cls(names, logs, {figure: figure.margin_in(margins) for figure in RACED})
+            pairs[figure] = paired(np.array([known[of].mean(axis=0).filled(np.nan) for of in equal]))
+        return cls(names, pairs, {figure: figure.margin_in(margins) for figure in RACED})
 
     def ratios(self, above: str, below: str) -> Ratios:
         """Return the ratios of two arms with intervals at ``verdicts.SURE``; without an interval if fewer than two
         rounds have both, or if the race is too small to know the scatter."""
         pair, ratios = (self.names.index(above), self.names.index(below)), dict[Figure, Difference]()
-        for figure, (estimates, errors, counts, freedom) in self._of.items():
+        for figure, (estimates, errors, counts, freedom) in self.pairs.items():
             center, quantile = float(estimates[pair]), float(stdtrit(freedom, (1 + verdicts.SURE) / 2))
             half = float(errors[pair]) * quantile if freedom >= FEWEST_FREEDOM else math.inf
             ends = {"estimate": center, "low": center - half, "high": center + half}
@@ -83,7 +82,7 @@ class Race:
         count, confidence = len(self.names), stats.confidence_of(len(among), look=True)
         better_possible, worse = np.zeros((2, count, count), bool)
         for figure, margin in self.margins.items():
-            estimates, errors, counts, freedom = self._of[figure]
+            estimates, errors, counts, freedom = self.pairs[figure]
             if counts.any():  # else this machine cannot measure the figure
                 sign, bound = 1 if figure.higher_is_better else -1, math.log1p(margin)
                 highest = sign * estimates + errors * stdtrit(freedom, (1 + confidence) / 2)
@@ -94,13 +93,8 @@ class Race:
         rivals = dict(zip(self.names, beats, strict=True))
         return {name: self.names[int(rivals[name].argmax())] for name in among if rivals[name].any()}
 
-    @cached_property
-    def _of(self) -> dict[Figure, tuple[Floats, Floats, Floats, float]]:
-        """Figure -> what ``_paired`` returns."""
-        return {figure: _paired(logs) for figure, logs in self.logs.items()}
 
-
-def _paired(logs: Floats) -> tuple[Floats, Floats, Floats, float]:
+def paired(logs: Floats) -> tuple[Floats, Floats, Floats, float]:
     """Return, for logarithms of figures [arms, rounds] with NaN for unknown ones, the logarithms of all ratios, [above,
     below], their standard errors, the numbers of rounds, and the degrees of freedom."""
     differences = np.ma.masked_invalid(logs[:, None] - logs[None])
