@@ -132,23 +132,21 @@ class SampleTable(NamedTuple):
         known = {start: rounds for start, rounds in of_sessions.items() if rounds}
         return {start: rounds.ratio(*arms, figure, margin, confidence, sides=True) for start, rounds in known.items()}
 
-    def compared(
-        self, variants: Sequence[str], figure: Figure, margin: float, below: str = ""
-    ) -> dict[str, Difference]:
+    def compared(self, names: Sequence[str], figure: Figure, margin: float, below: str = "") -> dict[str, Difference]:
         """Return variant -> its ratio to ``below``, or to the baseline, over all sessions, decided together
         (``stats.step_down``)."""
 
         def judged(undecided: int) -> dict[str, Difference]:
             confidence = stats.confidence_of(undecided)
             of_variants = {
-                name: self.ratios(name, below or self.bench.baseline, figure, margin, confidence) for name in variants
+                name: self.ratios(name, below or self.bench.baseline, figure, margin, confidence) for name in names
             }
             return {
                 name: combined(of_sessions, of_sessions[self.own.start_utc], figure)
                 for name, of_sessions in of_variants.items()
             }
 
-        return stats.decided_together(judged, len(variants))
+        return stats.decided_together(judged, len(names))
 
 
 def combined(sessions: Mapping[str, Difference], own: Difference, figure: Figure) -> Difference:

@@ -131,6 +131,7 @@ class Adviser:
                 self.rounds([], self.table.left(RACED_UNTIL), FEWEST_ROUNDS, self._beaten, turns=1)
             until = COMBINED_UNTIL if self.advice.benches else RACED_UNTIL
             while self.table.left(until) > 0 and self._race(until):
+                # While nothing gains, what comes late has all time but that of a few final rounds.
                 finals = FINAL_ROUNDS * self._round_seconds([]) / self.table.seconds
                 until = COMBINED_UNTIL if self._front() else 1 - finals
             names = self._front()

@@ -20,7 +20,7 @@ from pipeline.tools.candidates import Candidate
 
 FILE = REPORTS / "advice.json"
 COMBINED_UNTIL = 0.7
-"""The share of the minutes after which the last race ends. The finalists have the rest, and more if they need it."""
+"""The share of the minutes after which no race begins. The finalists have the rest, and more if they need it."""
 
 
 class LeftOut(Record):
