@@ -458,6 +458,13 @@ def test_what_excludes_another_is_not_combined(second: dict[str, Any], why_not: 
             candidates.planned(parse(PARAMS), CPU_ONLY, pair)
 
 
+def test_two_that_exclude_each_other_are_refused_with_the_reason() -> None:
+    added = {"optimizer_in_backward": True, "optimizer_kernel": "foreach"}
+    pair = candidates.Candidate(name="two", added=added, techniques=("foreach_optimizer", "optimizer_in_backward"))
+    with pytest.raises(ConfigError, match=r"^the two exclude each other: optimizer_in_backward updates one parameter"):
+        candidates.planned(parse(PARAMS), CPU_ONLY, pair)
+
+
 @pytest.mark.slow
 def test_real_arms_are_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = {"device": "cpu", "seeds": [0], "batch_size": 128, "warmup_steps": 2, "model": "resnet9"}

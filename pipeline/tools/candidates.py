@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 from pipeline import params, tasks
@@ -111,8 +112,12 @@ def settings_of(config: Config, candidate: Candidate) -> dict[str, Any]:
 
 
 def planned(config: Config, machine: Machine, candidate: Candidate, memory_bytes: int = 0) -> Plan:
-    """Return the candidate's plan. Raises ConfigError if it cannot run here, if one of its techniques is skipped, or if
-    a step is predicted to need more than this memory (0: any). What cannot be predicted is left to the measurement."""
+    """Return the candidate's plan. Raises ConfigError if its techniques exclude each other, if it cannot run here, if
+    one of its techniques is skipped, or if a step is predicted to need more than this memory (0: any). What cannot be
+    predicted is left to the measurement."""
+    for one, other in permutations(map(params.entry, candidate.techniques), 2):
+        if why := one.excluding(other):
+            raise ConfigError(f"the two exclude each other: {why}")
     plan, peak_bytes = choices.planned(config, candidate.name, settings_of(config, candidate), machine), 0
     for technique in candidate.techniques:
         if technique in plan.skipped:
