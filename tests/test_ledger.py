@@ -204,14 +204,15 @@ def test_weights_in_4_bits_take_half_a_byte_each_and_leave_no_copy(how: dict[str
         asked("tests.test_ledger:stack", 8, variant, optimizer="adamw")
         for variant in (applied, applied | {"base_weights": "nf4"})
     ]
-    (plain, in_bits), (_, foreseen) = ([look(each, digits) for each in settings] for look in (watched, rehearsed))
+    plain, in_bits = (watched(each, digits) for each in settings)
     count = 64 * WIDTH + 8 * WIDTH * WIDTH + WIDTH * 10
     assert plain.parameters_bytes - in_bits.parameters_bytes == 4 * count - count // 2 - 4 * count // 64
     largest = WIDTH * WIDTH * (2 if "precision" in how else 4)
     assert in_bits.activations_bytes < 2 * largest < 8 * largest, "the weights of one layer at a time"
-    assert foreseen.parameters_bytes == in_bits.parameters_bytes
-    assert foreseen.peak_bytes == pytest.approx(in_bits.tensors_bytes, rel=0.05)
-    assert rehearsed(settings[1], digits, SERVER).parameters_bytes == in_bits.parameters_bytes
+    for machine in [LAPTOP, SERVER] if "compile" not in how else []:  # compiled code's memory has to be measured
+        foreseen = rehearsed(settings[1], digits, machine)
+        assert foreseen.parameters_bytes == in_bits.parameters_bytes
+        assert foreseen.peak_bytes == pytest.approx(in_bits.tensors_bytes, rel=0.05)
 
 
 def test_a_prediction_leaves_the_random_state_alone(digits: Dataset) -> None:
