@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 import psutil
@@ -397,3 +399,20 @@ def test_a_helper_that_nobody_hears_ends_in_silence() -> None:
     ended = subprocess.run(helper, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_connection_that_breaks_is_silence(is_reset: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "BEAT_SECONDS", 0.1)
+    lost: list[float] = []
+    patience = 1.0 if is_reset else 30.0
+    ours, theirs = multiprocessing.Pipe()
+    watching = Thread(target=link.watch, args=(ours, lost.append, patience))
+    watching.start()
+    assert theirs.recv_bytes(0) == b""
+    if is_reset:  # by what the other end has not read
+        theirs.send_bytes(b"")
+        assert theirs.poll(5)
+    theirs.close()
+    watching.join()
+    assert lost == [patience] * is_reset

@@ -101,8 +101,9 @@ class Host:
 
     def _kill(self, why: str) -> str:
         self.why_lost = self.why_lost or why
-        with suppress(OSError):  # it has ended, or belongs to another user
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.poll() is None:  # else another process may have its number
+            with suppress(OSError):  # it has just ended, or belongs to another user
+                os.killpg(self._process.pid, signal.SIGKILL)
         return self.why_lost
 
     def _pass_on(self, number: int, pipe: Connection) -> None:

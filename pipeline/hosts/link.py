@@ -91,11 +91,15 @@ def beat_to(listener: tuple[str, int], key: bytes, name: str) -> None:
 
 def watch(connection: Connection, lose: Callable[[float], object], patience_seconds: float) -> None:
     """Exchange signs of life with the other end of a connection. If it is silent, call ``lose`` with the seconds."""
-    with connection, suppress(OSError, EOFError):  # an end that closes it has ended, which the pipes report
-        while True:
+    with connection:
+        try:
             connection.send_bytes(b"")
-            if not connection.poll(patience_seconds):
-                lose(patience_seconds)
-                return
-            connection.recv_bytes(0)
-            time.sleep(BEAT_SECONDS)
+            while connection.poll(patience_seconds):
+                connection.recv_bytes(0)
+                time.sleep(BEAT_SECONDS)
+                connection.send_bytes(b"")
+        except EOFError:  # an end that closes it has ended, which the pipes report
+            return
+        except OSError:  # it has ended, or a firewall has cut the connection, after which it is silent
+            time.sleep(patience_seconds)
+        lose(patience_seconds)
