@@ -227,6 +227,12 @@ def test_an_arm_that_fails_beats_nobody(advised: Callable[..., Advised]) -> None
         Path("reports/advice.json").unlink()
 
 
+def test_without_its_control_there_is_no_advice(advised: Callable[..., Advised]) -> None:
+    job = advised(last={"baseline, A/A control": 2}, channels_last=Known(step=0.03))
+    with pytest.raises(BenchError, match="control cannot be measured: it ran out of memory"):
+        job.run("speed")
+
+
 def test_advice_on_more_rounds_names_the_minutes_of_a_whole_run(advised: Callable[..., Advised]) -> None:
     """Neither bench.max_minutes nor bench.max_rounds limits the rounds of the finalists."""
     advice = advised(channels_last=Known(step=0.02), baseline=Known(scatter=0.25)).run("speed", minutes=10)
@@ -456,6 +462,15 @@ def test_what_excludes_another_is_not_combined(second: dict[str, Any], why_not: 
         assert pair.added == {"channels_last": True} | second
         with pytest.raises(ConfigError, match=why_not) if why_not else nullcontext():
             candidates.planned(parse(PARAMS), CPU_ONLY, pair)
+
+
+def test_a_combination_with_too_long_a_name_is_refused() -> None:
+    long, short = {"channels_last": True}, {"compile": "default"}
+    first = candidates.Candidate(name="a" * 100, added=long, techniques=("channels_last",))
+    pair = candidates.combined(first, candidates.Candidate(name="b", added=short, techniques=("compile",)))
+    assert pair
+    with pytest.raises(ConfigError, match="at most 100 characters"):
+        candidates.planned(parse(PARAMS), CPU_ONLY, pair)
 
 
 def test_two_that_exclude_each_other_are_refused_with_the_reason() -> None:

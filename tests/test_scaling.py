@@ -362,12 +362,13 @@ def test_what_exchanges_something_is_modelled_or_not_by_name() -> None:
         ({"minutes": float("nan")}, "--minutes: found nan"),
         ({"minutes": 2e6}, "--minutes: found 2e+06; expected a number above 0, at most 1,000,000."),
         ({"up_to": 1}, "--up-to: found 1, but 2 are measured here; expected a multiple"),
+        ({"up_to": 2**31, "names": ["ddp-weak"]}, "expected a multiple of it, at most 65,536."),
         ({"link": "string"}, "--link: found 'string'; expected one of nvlink4"),
         ({"names": ["baseline"]}, "scale: found baseline; expected some of "),
         ({"up_to": 48}, "found 64, which variants.ddp-48 cannot divide into 48 processes"),
         ({"up_to": 256}, "found 64, which variants.ddp-128 cannot divide into 128 processes"),
     ],
-    ids=["price", "minutes", "too_many_minutes", "up_to", "link", "variant", "batch", "large"],
+    ids=["price", "minutes", "too_many_minutes", "up_to", "far", "link", "variant", "batch", "large"],
 )
 def test_wrong_options_are_named_before_anything_runs(
     options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

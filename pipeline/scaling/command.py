@@ -29,6 +29,8 @@ KEPT = Path("scaling")
 """Each report is a file of this folder, kept in git like the sessions of the bench."""
 FURTHER = 4
 """Without --up-to, curves are projected to so many times the devices that there are."""
+MOST = 2**16
+"""Most devices of a projection, as many as ``processes`` of params.yaml."""
 SHARED = ("ddp", "zero1", "fsdp")
 """The kinds of parallelism whose processes share the batch."""
 NOT_MODELLED = {"zero1", "sync_batchnorm", "powersgd", "post_local_sgd"}
@@ -111,8 +113,9 @@ def variants_of(config: Config, names: Sequence[str]) -> dict[str, Variant]:
 def numbers_of(present: Sequence[int], up_to: int | None) -> list[int]:
     """Return the numbers of processes of a curve: 1, the ``present`` ones, and doubled from there to ``up_to``."""
     last = FURTHER * present[-1] if up_to is None else up_to
-    if last < present[-1] or last % present[-1]:
-        raise ConfigError(f"--up-to: found {up_to}, but {present[-1]} are measured here; expected a multiple of it.")
+    if not present[-1] <= last <= MOST or last % present[-1]:
+        remedy = f"expected a multiple of it, at most {MOST:,}"
+        raise ConfigError(f"--up-to: found {up_to}, but {present[-1]} are measured here; {remedy}.")
     return [1, *present[:-1], *probe.doubled(present[-1], last)]
 
 

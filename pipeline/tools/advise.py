@@ -207,8 +207,8 @@ class Adviser:
         self.table.leave_out(name, why)
 
     def _failed(self, name: str, error: BenchError) -> None:
-        """Leave out an arm that failed, unless it is the baseline's. What it has beaten is not beaten any more."""
-        if name == self.advice.baseline:
+        """Leave out an arm that failed, unless it is of the baseline. What it has beaten is not beaten any more."""
+        if name not in self.advice.candidates:
             raise error
         self.update(out={other: of for other, of in self.advice.out.items() if of.rival != name})
         self._leave_out(name, error.reason)

@@ -14,7 +14,7 @@ from pipeline.data.prepared import read as read_dataset
 from pipeline.errors import ConfigError, PipelineError, did_you_mean, first_line
 from pipeline.files import PREPARED
 from pipeline.pages import size
-from pipeline.params import Config, Entry, Machine, VariantName
+from pipeline.params import Config, Entry, Machine
 from pipeline.plans import Plan
 from pipeline.profiling.prediction import RESERVE_FRACTION, Estimate
 from pipeline.results import Record
@@ -24,7 +24,7 @@ from pipeline.tools import choices
 class Candidate(Record):
     """One way to train the job that is tried."""
 
-    name: VariantName
+    name: str
     added: dict[str, Any]
     """What it adds to the baseline's settings."""
     techniques: tuple[str, ...]
@@ -112,9 +112,9 @@ def settings_of(config: Config, candidate: Candidate) -> dict[str, Any]:
 
 
 def planned(config: Config, machine: Machine, candidate: Candidate, memory_bytes: int = 0) -> Plan:
-    """Return the candidate's plan. Raises ConfigError if its techniques exclude each other, if it cannot run here, if
-    one of its techniques is skipped, or if a step is predicted to need more than this memory (0: any). What cannot be
-    predicted is left to the measurement."""
+    """Return the candidate's plan. Raises ConfigError if its techniques exclude each other, if no variant can have its
+    name, if it cannot run here, if one of its techniques is skipped, or if a step is predicted to need more than this
+    memory (0: any). What cannot be predicted is left to the measurement."""
     for one, other in permutations(map(params.entry, candidate.techniques), 2):
         if why := one.excluding(other):
             raise ConfigError(f"the two exclude each other: {why}")
