@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import inspect
 import sys
@@ -29,6 +31,7 @@ def find(name: str, key: str, returns: str, *, example: str, error: type[Pipelin
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
+        atexit.register(gc.unfreeze)  # so that Python's end collects its objects, which writes out their files
     except ImportError as caught:
         raise error(f"{key}: found {name!r}, but importing {module_name} failed: {caught}") from caught
     if not hasattr(module, attribute):

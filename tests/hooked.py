@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import shutil
 import socket
 import tempfile
@@ -64,7 +63,7 @@ def hooked() -> Iterator[Bed]:
     bed = Bed(folder)
     bed.rank.install(optimizers)
     yield bed
-    atexit.unregister(bed.rank.end)
+    bed.rank.at_exit.cancel()
     for opened in (bed.listener, bed.open, bed.rank.connection):
         opened.close()
     monkeypatch.undo()

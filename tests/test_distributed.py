@@ -4,11 +4,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from pipeline.distributed import WorkerError, World, forked, interruption, launch, launched_size, world
+from pipeline.distributed import WorkerError, World, forked, interruption, launch, launched_size, launching, world
 from pipeline.distributed.worlds import STORE
 from pipeline.errors import PipelineError
 from tests.commands import printed
@@ -255,6 +257,17 @@ def test_a_forked_rank_that_fails_ends_the_others(how: str, message: str) -> Non
         ask(None)
         ask(1)
     assert multiprocessing.active_children() == []
+
+
+def test_a_rank_that_dies_while_it_answers_is_named() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    ranks = launching.Ranks()
+    ranks.ranks.append((SimpleNamespace(join=lambda _: theirs.close(), exitcode=9), ours))
+    os.write(theirs.fileno(), b"\0\0\1\0the answer's begin")
+    with socket.socket(fileno=os.dup(theirs.fileno())) as sending:
+        sending.shutdown(socket.SHUT_WR)
+    with pytest.raises(WorkerError, match="rank 0: the process ended with exit code 9"):
+        ranks(None)
 
 
 def test_the_server_of_forks_ends_with_the_job(tmp_path: Path) -> None:

@@ -269,6 +269,23 @@ with importing():
     assert printed(code).strip() == frozen
 
 
+def test_python_s_end_writes_out_the_files_of_the_user_s_code(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "class Net:\n    def make(self=None):\n        Net.log = open('log.txt', 'w')\n"
+        "        Net.log.write('last words')\n\nmake = Net.make\n",
+        encoding="utf-8",
+    )
+    code = """
+from pipeline import factories
+from pipeline.processes import importing
+with importing():
+    make = factories.find("net:make", "train.model", "a model", example="net:make", error=Exception)
+make()
+"""
+    printed(code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert (tmp_path / "log.txt").read_text("utf-8") == "last words"
+
+
 def test_garbage_of_earlier_work_is_still_found() -> None:
     class Work:
         def __init__(self) -> None:

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,11 +210,15 @@ def test_a_command_that_does_not_exist_is_named() -> None:
         scripts.open("typo", Command(("pyhton", "train.py"))._asdict(), 10)
 
 
+@pytest.mark.parametrize("how", ["[], start_new_session=True", "['env', '-i']"])
 @pytest.mark.usefixtures("work")
-def test_a_command_that_hangs_is_ended_with_children() -> None:
+def test_a_command_that_hangs_is_ended_with_children(how: str) -> None:
     program = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "def started(before, **options):\n"
+        "    words = [*before, sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "    return subprocess.Popen(words, **options)\n"
+        f"child = started({how})\n"
         "print('child', child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -515,21 +520,43 @@ def test_too_large_a_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         pass
 
 
-def test_a_scratch_copy_has_only_the_script_s_files(tmp_path: Path) -> None:
+def test_a_scratch_copy_has_only_the_script_s_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "source"
-    for name in (".git/config", "data/x.csv", "report/old.html", "env/pyvenv.cfg", "env/lib.py"):
+    for name in (".git/config", "runs/1/last.pt", "data/x.csv", "report/old.html", "env/pyvenv.cfg", "env/lib.py"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(name, encoding="utf-8")
-    (source / "link").symlink_to("data")
+    monkeypatch.chdir(source)
+    for name, place in (
+        ("link", "data"),
+        ("runs/latest", "1"),
+        ("annexed", ".git/config"),
+        ("far", "/dev/null"),
+        ("loop", "loop"),
+        ("runs/of_env", "../env/lib.py"),
+    ):
+        (source / name).symlink_to(place)
     for name in ("out", "best.pt"):  # of an earlier run, on another disk
         (source / name).symlink_to("data")
-    size = scratch_copy(source, copy := tmp_path / "copy", [source / name for name in ("report", "out", "best.pt")])
+    left_out = [source / name for name in ("report", "out", "best.pt", "runs/1")]
+    size = scratch_copy(source, copy := tmp_path / "copy", left_out)
     assert size == len("data/x.csv")
-    assert sorted(path.name for path in copy.iterdir()) == ["data", "env", "link"]
+    assert sorted(path.name for path in copy.iterdir()) == ["annexed", "data", "env", "far", "link", "loop", "runs"]
     assert (copy / "data/x.csv").read_text("utf-8") == "data/x.csv"
     assert not (copy / "data").is_symlink()
     assert (copy / "env").readlink() == source / "env"
-    assert (copy / "link").readlink() == source / "data"
+    links = {name: str((copy / name).readlink()) for name in ("link", "runs/latest", "annexed", "far", "loop")}
+    far = {"annexed": str(source / ".git/config"), "far": "/dev/null", "loop": "loop"}
+    assert links == {"link": "data", "runs/latest": "1"} | far
+    assert (copy / "runs/of_env").read_text("utf-8") == "env/lib.py"
+    assert not (copy / "runs/latest").exists(), "the script could resume from it"
+
+
+def test_a_scratch_copy_has_no_copy_of_itself(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (work / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(work / "tmp"))
+    with jobs.one_source(server()._config) as source:
+        assert source is not None
+        assert sorted(path.name for path in source.rglob("*")) == ["tmp", "train.py"]
 
 
 # The command, with arms whose figures are known

@@ -253,7 +253,8 @@ def test_files_that_are_read_are_inputs(project: Path) -> None:
     events += [(False, name) for name in ("gone.json", ".cache/x", "../outside.json", "out/a")]
     events += [(False, importlib.util.cache_from_source("parts.py"))]
     command = Command(
-        ("bash", "run.sh", "--settings=./big.json", "--to", "out.json", "--from", "none.json"), outputs=("out",)
+        ("bash", "run.sh", "--settings=./big.json", "--to", "out.json", "--from", "none.json", "x" * 300),
+        outputs=("out",),
     )
     (project.parent / hook.OPENED).write_text("\n".join(map(json.dumps, events)), encoding="utf-8")
     job = SimpleNamespace(folder=project.parent, work=project, command=command)
@@ -448,6 +449,16 @@ def test_each_seed_trains_and_finished_seeds_stay(
     again = results.read(results.result_file("baseline"), config)
     assert again.runs[0] == run
     assert again.runs[1].model_sha256 != run.model_sha256
+
+
+def test_a_training_may_run_in_a_fork_and_leave_broken_links(project: Path, trained: Callable[..., Config]) -> None:
+    (project / "main.py").write_text(f"{SCRIPT}\nPath('out/latest').symlink_to('gone')\n", encoding="utf-8")
+    fork = "import multiprocessing, runpy\nfork = multiprocessing.get_context('fork').Process("
+    fork += "target=runpy.run_path, args=['main.py'])\nfork.start()\nfork.join()\nraise SystemExit(fork.exitcode)\n"
+    (project / "train.py").write_text(fork, encoding="utf-8")
+    config = trained({"train": {"seeds": [0], "files": ["main.py"]}})
+    assert results.read(results.result_file("baseline"), config).runs[0].steps == 50
+    assert [path.name for path in (project / "models/baseline/seed-0/out").iterdir()] == ["metrics.json"]
 
 
 def test_an_evaluation_is_no_time_of_training(project: Path, trained: Callable[..., Config]) -> None:

@@ -126,7 +126,7 @@ class Ranks:
                 rank = waiting.pop(pipe)
                 try:
                     values[rank], failure = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionResetError):
+                except (EOFError, OSError):  # also in the middle of an answer
                     raise self._failed(rank, _end_of(self.ranks[rank][0])) from None
                 if failure:
                     failures.append(self._failed(rank, failure))

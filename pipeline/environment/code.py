@@ -283,6 +283,8 @@ def is_input(path: Path) -> bool:
     """True if the file is the user's own, and not one of Python, of a cache, of a tool such as git, or of the prepared
     data, whose digest is known."""
     relative = imports.relative(path, *imports.tops())
-    if not relative or not path.is_file() or path.is_relative_to(PACKAGE) or imports.is_installed(path):
+    if not relative or not os.path.isfile(path):  # noqa: PTH113  (False for too long a name, such as an argument)
+        return False
+    if path.is_relative_to(PACKAGE) or imports.is_installed(path):
         return False
     return not imports.is_of_a_tool(relative.parts[:-1]) and not path.is_relative_to(PREPARED.absolute())

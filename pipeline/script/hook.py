@@ -10,7 +10,6 @@ number of steps lets it train to its end; then it answers as it exits.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import importlib.util
 import json
@@ -100,7 +99,9 @@ class Rank:
 
     def meet(self, optimizer: Any) -> None:
         """Connect, say what this process is, and wait for the first request."""
-        from multiprocessing.connection import Client  # imported here: most processes of a script take no step
+        # Imported here: most processes of a script take no step.
+        from multiprocessing.connection import Client
+        from multiprocessing.util import Finalize
 
         self.owner, self.pid = optimizer, os.getpid()
         own, group = [*map(local, parameters(optimizer))], self.torch.distributed
@@ -112,7 +113,7 @@ class Rank:
             self.connection = Client(str(self.folder / "socket"))
         except OSError:
             self.leave("a second process takes optimizer steps, or the bench has ended: one command, one training")
-        atexit.register(self.end)
+        self.at_exit = Finalize(None, self.end, exitpriority=0)  # atexit is not called in a fork of multiprocessing
         self.wait(
             pid=self.pid,
             rank=together.get_rank() if together else 0,
@@ -184,7 +185,7 @@ class Rank:
 
     def end(self) -> None:
         """As the process exits, answer the request to train to the end."""
-        if self.requested["steps"] is None and os.getpid() == self.pid:
+        if self.requested["steps"] is None:
             self.connection.send(self.answer())
 
     def leave(self, why: str, code: int = 1) -> None:

@@ -212,7 +212,7 @@ class Job(AbstractContextManager["Job"]):
             connection.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(0 if kind else END_SECONDS)
-        while running := [process for process in psutil.process_iter(["environ"]) if self._owns(process)]:
+        while running := [process for process in psutil.process_iter(["environ", "status"]) if self._owns(process)]:
             for process in running:
                 with suppress(psutil.Error):
                     process.kill()
@@ -223,7 +223,11 @@ class Job(AbstractContextManager["Job"]):
         self._exits.close()
 
     def _owns(self, process: psutil.Process) -> bool:
-        return (process.info["environ"] or {}).get(hook.FOLDER) == str(self.folder)
+        """Return whether the command started the process: by its variable or, as under ``env -i``, its session."""
+        with suppress(OSError):  # it has just ended
+            ours = (process.info["environ"] or {}).get(hook.FOLDER) == str(self.folder)
+            return (ours or os.getsid(process.pid) == self.process.pid) and process.info["status"] != "zombie"
+        return False
 
 
 @contextmanager
@@ -238,7 +242,7 @@ def one_source(config: Config) -> Iterator[Path | None]:
     with tempfile.TemporaryDirectory(prefix="source-") as folder:
         source = None if config.script.in_place else Path(folder, "work")
         if source:
-            scratch_copy(here, source, {here / path for path in left_out})
+            scratch_copy(here, source, {here / path for path in (*left_out, os.path.realpath(folder))})
         if there := present(source or here, outputs):
             raise BenchError(f"script.outputs: {there[0]} is there, from which it could resume: move it away.")
         yield source
@@ -252,14 +256,17 @@ def present(work: Path, outputs: Iterable[str]) -> list[Path]:
 
 def scratch_copy(source: Path, target: Path, left_out: Collection[Path], size: int = 0) -> int:
     """Copy a folder of the working directory, without ``left_out``, .git and .dvc; return its bytes beside ``size``.
-    Links stay links, and an environment of Python becomes a link. Raises BenchError if ``LARGEST_COPY`` is exceeded."""
+    Links stay links, those between its files inside the copy, and an environment of Python becomes a link. Raises
+    BenchError if ``LARGEST_COPY`` is exceeded."""
     target.mkdir()
     for path in source.iterdir():
         copy = target / path.name
         if path in left_out or path.name in (".git", ".dvc"):
             continue
         if path.is_symlink() or (path / "pyvenv.cfg").exists():
-            copy.symlink_to(path.resolve())
+            real = os.path.realpath(path)
+            inside = path.is_symlink() and not {"..", ".git", ".dvc"} & set(Path(os.path.relpath(real)).parts)
+            copy.symlink_to(os.path.relpath(real, source) if inside else real)
         elif path.is_dir():
             size = scratch_copy(path, copy, left_out, size)
         elif path.is_file():  # no socket or pipe

@@ -110,7 +110,10 @@ def _trained(
             if not (written := job.work / place).exists():
                 raise PipelineError(f"{job.name}: script.outputs: found {place!r}, which the script did not write.")
             (outputs / place).parent.mkdir(parents=True, exist_ok=True)
-            (shutil.copytree if written.is_dir() else shutil.copy2)(written, outputs / place)
+            if written.is_dir():
+                shutil.copytree(written, outputs / place, ignore_dangling_symlinks=True)
+            else:
+                shutil.copy2(written, outputs / place)
         (outputs / OUTPUT).write_text(job.output(), encoding="utf-8")
         for answer in answers:  # figures of steps: without what comes after the last one, and without compilation
             answer["clock"]["measured_seconds"] = sum(answer["clock"]["step_seconds"])
