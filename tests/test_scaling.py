@@ -82,6 +82,11 @@ def test_buckets_are_reduced_one_after_the_other() -> None:
     assert made.step == pytest.approx(15e-3)
 
 
+def test_round_off_is_no_communication() -> None:
+    made = projection.Parts(0.1, 0.2, 0.3, hidden=0.1)
+    assert made.within(made.step) == made
+
+
 def test_jitter_grows_with_the_processes() -> None:
     alone = make_alone(10, late_ms=1, jitter_ms=1)
     two, four = (parts(alone, 0.0, number, reduced(alone, 0, 0), blocking=False).waiting for number in (2, 4))
@@ -401,11 +406,12 @@ def test_a_parallelism_is_the_baseline_with_it() -> None:
 
 def test_a_point_whose_rounds_were_rejected_is_unknown(tmp_path: Path) -> None:
     measured = make_measured()
-    rejected = tuple(window.model_copy(update={"samples_per_second": None}) for window in samples(61))
+    unknown = {"samples_per_second": None, "peak_memory_bytes": None}
+    rejected = tuple(window.model_copy(update=unknown) for window in samples(61))
     arms = (arm.model_copy(update={"samples": rejected}) if arm.name == "ddp-2" else arm for arm in measured.bench.arms)
     measured = measured.model_copy(update={"bench": measured.bench.model_copy(update={"arms": tuple(arms)})})
     command.write(command.reported(parse({"variants": VARIANTS}), measured, [], Options()), tmp_path)
-    assert "| 2 | 256 | unknown | unknown, untrusted | unknown |" in (tmp_path / "scaling.md").read_text()
+    assert "| 2 | 256 | unknown | unknown, untrusted | unknown | unknown |" in (tmp_path / "scaling.md").read_text()
 
 
 def test_a_size_that_is_not_trusted_is_marked(tmp_path: Path) -> None:

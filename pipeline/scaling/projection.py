@@ -53,8 +53,10 @@ class Parts:
         """Return the parts of a step that was measured as a whole: what the others do not explain is exposed."""
         arithmetic = min(self.arithmetic, step_seconds - self.input)
         waiting = min(self.waiting, step_seconds - self.input - arithmetic)
-        exposed = step_seconds - self.input - arithmetic - waiting
-        return Parts(arithmetic, self.input, waiting, exposed, max(0.0, self.hidden + self.exposed - exposed))
+        # What is less than a picosecond is round-off.
+        exposed = max(0.0, round(step_seconds - self.input - arithmetic - waiting, 12))
+        hidden = max(0.0, round(self.hidden + self.exposed - exposed, 12))
+        return Parts(arithmetic, self.input, waiting, exposed, hidden)
 
 
 def joined(samples: Sequence[Window]) -> Arithmetic:
