@@ -174,12 +174,11 @@ def test_a_failure_elsewhere_ends_all_and_names_the_host(two_hosts: list[hosts.H
         (signal.SIGSTOP, "^rank 1 on two: it is silent for 5 s: it hangs, or the network to it is broken"),
     ],
 )
-def test_a_helper_that_is_lost_ends_all(
-    monkeypatch: pytest.MonkeyPatch, two_hosts: list[hosts.Host], number: int, says: str
-) -> None:
-    monkeypatch.setattr(helper, "LOST_SECONDS", 5.0)
+def test_a_helper_that_is_lost_ends_all(monkeypatch: pytest.MonkeyPatch, number: int, says: str) -> None:
+    monkeypatch.setattr(helper, "LOST_SECONDS", 5.0)  # before the helper is watched
     monkeypatch.setattr(launching, "DEATH_ELSEWHERE_SECONDS", 600.0)  # a death is known at once
     with (  # noqa: PT012
+        started_by("env", monkeypatch) as two_hosts,
         pytest.raises(WorkerError, match=says),
         forked(_wait_for_the_other, ("is killed",), 2, preload=PRELOAD, on_hosts=2) as ask,
     ):
