@@ -137,18 +137,18 @@ def arms_of(
         return plans.plan(config.model_copy(update={"train": train, "variants": of_name}), name, enough)
 
     for (name, variant), number in product(variants.items(), numbers):
-        here, replicas = min(number, available), machine.hosts if variant.replicas == "hosts" else variant.replicas
+        running, replicas = min(number, available), machine.hosts if variant.replicas == "hosts" else variant.replicas
         in_effect, weak = catalogue.in_effect(variant), variant.scaling == "weak"
         unknown = any(entry.name in NOT_MODELLED or (entry.needs and entry.key == "extra") for entry in in_effect)
-        alone = None if number == 1 or unknown else f"{name}-{here if weak else number}-alone"
-        if (number > here and not alone) or (number > 1 and replicas > 1 and here % (2 * replicas)):
+        alone = None if number == 1 or unknown else f"{name}-{running if weak else number}-alone"
+        if (number > running and not alone) or (number > 1 and replicas > 1 and running % (2 * replicas)):
             continue
         of_number = variant if number > 1 else variant.model_copy(update={"replicas": 1, "scaling": "strong"})
-        plan = planned(f"{name}-{number}", of_number, number, whole, machine.hosts * number // here)
-        if number == here:
+        plan = planned(f"{name}-{number}", of_number, number, whole, machine.hosts * number // running)
+        if number == running:
             arms[plan.name] = plan
         if alone:
-            twin = planned(alone, variant, here, whole if weak else whole * here // number, machine.hosts)
+            twin = planned(alone, variant, running, whole if weak else whole * running // number, machine.hosts)
             applied = twin.applied.model_copy(update={"communication_hook": "none"})
             arms[alone] = twin.model_copy(update={"reduces": False, "applied": applied})
         places.append(
@@ -162,7 +162,7 @@ def arms_of(
                 devices=number if plan.device == "cuda" else plan.hosts,
                 replicas=plan.applied.copies,
                 alone=alone,
-                measured=number == here,
+                measured=number == running,
             )
         )
     return tuple(places), arms
@@ -189,10 +189,10 @@ def write(report: Report, directory: Path = REPORTS) -> None:
 
 def _speedups(curve: Curve) -> Chart | None:
     """Return the speed-ups over the number of devices; None if one is unknown, or if only one was measured."""
-    here = sum(point.place.measured for point in curve.points)
+    last = sum(point.place.measured for point in curve.points) - 1
     line = [(float(point.place.processes), point.speedup.estimate or 0.0) for point in curve.points]
-    if here < 2 or not all(speedup for _, speedup in line):
+    if last < 1 or not all(speedup for _, speedup in line):
         return None
-    lines = {"measured": line[:here], "projected": line[here - 1 :], "as fast as ideal": [line[0], (line[-1][0],) * 2]}
+    lines = {"measured": line[: last + 1], "projected": line[last:], "as fast as ideal": [line[0], (line[-1][0],) * 2]}
     known = {name: of for name, of in lines.items() if len(of) > 1}
     return loglog(known, lambda value, _: f"{value:g}", lambda value, _: f"{value:g}")

@@ -125,7 +125,7 @@ class Scripts(Server):
         alone = self._config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
         return alone.command_of(name).seeded(self._config.train.seeds[0])._asdict()
 
-    def open(self, name: str, plan: dict[str, Any], *_steps: Any, **_more: Any) -> None:
+    def open(self, name: str, plan: dict[str, Any], steps: int, **_more: Any) -> None:  # noqa: ARG002
         """Start an arm from its plan in fresh processes, and warm it up."""
         first, command = name not in self.examined, Command(**plan)
         job = self._exits.enter_context(Job(name, command, self._script, self._source, watched=False))

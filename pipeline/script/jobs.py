@@ -236,15 +236,15 @@ def one_source(config: Config) -> Iterator[Path | None]:
     them; None with ``script.in_place``. The copy has no outputs of earlier runs, from which a run could resume. Raises
     BenchError if there are some in place, or behind a link."""
     assert config.script is not None
-    here, command = Path.cwd(), config.command_of(config.compare.baseline)
+    directory, command = Path.cwd(), config.command_of(config.compare.baseline)
     outputs = [output for seed in config.train.seeds for output in command.seeded(seed).outputs]
     left_out: list[str | Path] = [*outputs, KEPT, *(MODELS / name for name in config.variants)]
     with tempfile.TemporaryDirectory(prefix="source-") as folder:
         source = None if config.script.in_place else Path(folder, "work")
         if source:
-            scratch_copy(here, source, {here / path for path in (*left_out, os.path.realpath(folder))})
-        if there := present(source or here, outputs):
-            raise BenchError(f"script.outputs: {there[0]} is there, from which it could resume: move it away.")
+            scratch_copy(directory, source, {directory / path for path in (*left_out, os.path.realpath(folder))})
+        if earlier := present(source or directory, outputs):
+            raise BenchError(f"script.outputs: {earlier[0]} is there, from which it could resume: move it away.")
         yield source
 
 

@@ -66,7 +66,8 @@ class Advice(Document):
     def tried(self, *, apart: bool) -> list[str]:
         """Return the candidates that train as the baseline does, or those that change the training, the fastest
         first."""
-        names, standing = [one.name for one in self.candidates.values() if bool(one.apart) is apart], self.standing()
+        candidates, standing = self.candidates.values(), self.standing()
+        names = [candidate.name for candidate in candidates if bool(candidate.apart) is apart]
         return sorted(names, key=lambda name: -gain(standing[name], THROUGHPUT) if name in standing else 0.0)
 
     def unfinished(self) -> Bench | None:
@@ -113,7 +114,7 @@ class Advice(Document):
     def against(self) -> dict[str, Ratios]:
         """Return pairs of finalists with the ratios of the first to the second."""
         pairs = combinations(self.judged(), 2)
-        return {f"{one} beside {other}": self.final_ratios([one], other)[one] for one, other in pairs}
+        return {f"{above} beside {below}": self.final_ratios([above], below)[above] for above, below in pairs}
 
     def interactions(self) -> Iterator[tuple[Candidate, Difference, str]]:
         """Yield each combination that is surely better or worse than the product of the two that it combines, with the
@@ -129,8 +130,9 @@ class Advice(Document):
 
     def relieving(self) -> list[str]:
         """Return the candidates that relieve what binds the step."""
-        alone = (one for one in map(self.candidates.__getitem__, self.tried(apart=False)) if not one.made_of)
-        return [one.name for one in alone if any(self.bound in entry(name).relieves for name in one.techniques)]
+        tried = (self.candidates[name] for name in self.tried(apart=False))
+        alone = [candidate for candidate in tried if not candidate.made_of]
+        return [of.name for of in alone if any(self.bound in entry(name).relieves for name in of.techniques)]
 
     def best(self) -> dict[str, str]:
         """Return finalist -> when to take it: the fastest always, and the leanest if memory is short. Only what is

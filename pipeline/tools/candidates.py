@@ -50,7 +50,7 @@ def alone(
             known = ", ".join(groups)
             raise ConfigError(f"--only: found {word!r}; expected groups: {known}.{did_you_mean(word, groups)}")
     chosen, mixes = {groups[word] for word in only or groups}, _mixes_samples(config, base)
-    found, untried = dict[str, Candidate](), dict[str, str]()
+    candidates, untried = dict[str, Candidate](), dict[str, str]()
     for entry in params.entries():
         usual = entry.value if entry.example is None else entry.example
         for value in (entry.tries or (usual,)) if entry.group in chosen else ():
@@ -65,8 +65,8 @@ def alone(
             if mixes and plan.micro_batch_size < base.micro_batch_size:
                 apart = f"the model mixes samples (BatchNorm), and sees {plan.micro_batch_size} at once"
                 candidate = candidate.model_copy(update={"apart": apart})
-            found[candidate.name] = candidate
-    return found, untried
+            candidates[candidate.name] = candidate
+    return candidates, untried
 
 
 def _candidate(base: Plan, entry: Entry, value: object) -> Candidate:
@@ -115,8 +115,8 @@ def planned(config: Config, machine: Machine, candidate: Candidate, memory_bytes
     """Return the candidate's plan. Raises ConfigError if its techniques exclude each other, if no variant can have its
     name, if it cannot run here, if one of its techniques is skipped, or if a step is predicted to need more than this
     memory (0: any). What cannot be predicted is left to the measurement."""
-    for one, other in permutations(map(params.entry, candidate.techniques), 2):
-        if why := one.excluding(other):
+    for technique, beside in permutations(map(params.entry, candidate.techniques), 2):
+        if why := technique.excluding(beside):
             raise ConfigError(f"the two exclude each other: {why}")
     plan, peak_bytes = choices.planned(config, candidate.name, settings_of(config, candidate), machine), 0
     for technique in candidate.techniques:
