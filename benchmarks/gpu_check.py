@@ -76,7 +76,7 @@ def steps_of(values: Mapping[str, Any], variants: Mapping[str, Any], rehearse: b
     yield Step("default job", (*python, "dvc", "repro", "--no-run-cache"), 900)
     if environment.machine().gpus > 1:
         yield Step("probe", (*python, "pipeline", "probe"), 300)
-        yield Step("scale", (*python, "pipeline", "scale", "ddp", "--mode", "strong", "--minutes", "2"), 900)
+        yield Step("scale", (*python, "pipeline", "scale", "ddp", "--minutes", "2"), 900)
     changed = trying(values, variants)
     yield Step("params.yaml with these variants", (*python, "pipeline", "environment"), 120, changed)
     for name in variants:

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import gpu_check, transfers
 from benchmarks.gpu_check import Step
 from benchmarks.pairs import Checkout
-from pipeline import environment, params
+from pipeline import cli, environment, params
 from pipeline.errors import PipelineError
 from pipeline.params import Machine
 from tests.conftest import ROOT
@@ -89,6 +89,16 @@ def test_every_possible_kind_has_a_variant(machine: Machine, expected: set[str])
 @pytest.mark.parametrize("rehearse", [False, True])
 def test_the_default_job_measures_energy_too(rehearse: bool) -> None:
     assert gpu_check.settings(params.load(ROOT / "params.yaml"), rehearse)["bench"]["energy"] is True
+
+
+def test_every_step_is_a_command_line_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "machine", lambda: FOUR_OLD_GPUS)
+    values = gpu_check.settings(params.load(ROOT / "params.yaml"), rehearse=False)
+    commands = [step.command for step in gpu_check.steps_of(values, {"bf16": {}}, rehearse=False)]
+    ours = [command[3:] for command in commands if command[1:3] == ("-m", "pipeline")]
+    assert {"probe", "scale", "verify"} <= {words[0] for words in ours}
+    for words in ours:
+        cli._parser().parse_args(words)  # ends the test at a wrong option
 
 
 def test_a_transfer_that_arrives_wrong_is_an_error() -> None:

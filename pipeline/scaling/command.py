@@ -114,8 +114,7 @@ def numbers_of(present: Sequence[int], up_to: int | None) -> list[int]:
     """Return the numbers of processes of a curve: 1, the ``present`` ones, and doubled from there to ``up_to``."""
     last = FURTHER * present[-1] if up_to is None else up_to
     if not present[-1] <= last <= MOST or last % present[-1]:
-        remedy = f"expected a multiple of it, at most {MOST:,}"
-        raise ConfigError(f"--up-to: found {up_to}, but {present[-1]} are measured here; {remedy}.")
+        raise ConfigError(f"--up-to: found {up_to}; expected a multiple of the {present[-1]} here, at most {MOST:,}.")
     return [1, *present[:-1], *probe.doubled(present[-1], last)]
 
 

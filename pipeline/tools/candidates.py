@@ -115,8 +115,8 @@ def planned(config: Config, machine: Machine, candidate: Candidate, memory_bytes
     """Return the candidate's plan. Raises ConfigError if its techniques exclude each other, if no variant can have its
     name, if it cannot run here, if one of its techniques is skipped, or if a step is predicted to need more than this
     memory (0: any). What cannot be predicted is left to the measurement."""
-    for technique, beside in permutations(map(params.entry, candidate.techniques), 2):
-        if why := technique.excluding(beside):
+    for entry, beside in permutations(map(params.entry, candidate.techniques), 2):
+        if why := entry.excluding(beside):
             raise ConfigError(f"the two exclude each other: {why}")
     plan, peak_bytes = choices.planned(config, candidate.name, settings_of(config, candidate), machine), 0
     for technique in candidate.techniques:
